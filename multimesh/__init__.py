@@ -1,0 +1,23 @@
+"""multimesh: pipeline-parallel (MPMD) training for JAX and Flax over MPI.
+
+How a step flows through the package, in the order in which the parts import one another:
+
+    errors, config, _compat, _mpi   what everything else stands on
+    launch      how ranks come to be: mmrun, and init() inside a rank
+    stages      what a stage is: registry -> trace -> placement -> partition -> program
+    schedule    in which order: a table of (task, microbatch), simulated before use
+    transport   how a value moves from one submesh to another
+    plan        tasks x schedule x transfers -> one instruction list per rank
+    executor    runs a rank's instructions
+    step        a planned, compiled, callable step
+    jax         the public API: multimesh.jax, multimesh.jax.flax
+
+A module imports only from lines above its own. Importing this module imports no JAX, so that
+`init` can still choose the devices.
+"""
+
+from multimesh.launch import init
+
+__all__ = ["__version__", "init"]
+
+__version__ = "0.1.0"

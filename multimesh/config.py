@@ -1,0 +1,68 @@
+"""Every environment variable that multimesh reads, parsed and checked in one place.
+
+    MULTIMESH_DEVICES_PER_RANK   CPU devices each rank owns (set by `mmrun --devices-per-rank`)
+    MULTIMESH_STALL_TIMEOUT      seconds a rank waits for a message before it raises `StallError`
+    MULTIMESH_START_TIMEOUT      seconds a rank waits for the others to start
+    MULTIMESH_EAGER_CHECKS       "1": check the invariants of every compiler pass on its output
+"""
+
+import os
+from dataclasses import dataclass
+
+from multimesh.errors import StartupError
+
+__all__ = ["Config", "read_config"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of this process.
+
+    Attributes:
+      devices_per_rank: CPU devices of each rank, or None to divide the total by the ranks.
+      stall_timeout: Seconds to wait for a message.
+      start_timeout: Seconds to wait for the other ranks at start-up.
+      eager_checks: Whether compiler passes check their own output.
+    """
+
+    devices_per_rank: int | None = None
+    stall_timeout: float = 300.0
+    start_timeout: float = 60.0
+    eager_checks: bool = False
+
+
+def read_config(environ=None) -> Config:
+    """Parses the environment.
+
+    Args:
+      environ: A mapping to read in place of `os.environ`.
+
+    Returns:
+      The settings, with defaults for what is not set.
+
+    Raises:
+      StartupError: A variable is set to something that cannot be parsed; the message names it.
+    """
+    environ = os.environ if environ is None else environ
+    devices = _positive(environ, "MULTIMESH_DEVICES_PER_RANK", int, None)
+    return Config(
+        devices_per_rank=devices,
+        stall_timeout=_positive(environ, "MULTIMESH_STALL_TIMEOUT", float, Config.stall_timeout),
+        start_timeout=_positive(environ, "MULTIMESH_START_TIMEOUT", float, Config.start_timeout),
+        eager_checks=environ.get("MULTIMESH_EAGER_CHECKS", "0") not in ("", "0"),
+    )
+
+
+def _positive(environ, name, kind, default):
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        value = kind(text)
+    except ValueError as exc:
+        raise StartupError(
+            f"{name} must be a positive {kind.__name__}. Got {text!r}; unset it or correct it."
+        ) from exc
+    if value <= 0:
+        raise StartupError(f"{name} must be positive. Got {text!r}; unset it or correct it.")
+    return value
