@@ -7,7 +7,8 @@
     └── UsageError            an argument, model or batch cannot be used as given
         ├── RegistryError     the registered tasks contradict each other, the model or the devices
         ├── BatchError        a batch does not have the promised structure, shape or dtype
-        └── PlacementError    the traced step cannot be cut into tasks
+        ├── PlacementError    the traced step cannot be cut into tasks
+        └── ScheduleError     tasks or a schedule that cannot be run to the end
 
 `UsageError` is also a `ValueError` and `StallError` a `TimeoutError`, so that generic handlers
 catch them. A message says what was got, what was expected, and what to do.
@@ -19,6 +20,7 @@ __all__ = [
     "PlacementError",
     "RankMismatchError",
     "RegistryError",
+    "ScheduleError",
     "StallError",
     "StartupError",
     "UsageError",
@@ -55,3 +57,7 @@ class BatchError(UsageError):
 
 class PlacementError(UsageError):
     """The traced step cannot be cut into tasks."""
+
+
+class ScheduleError(UsageError):
+    """Tasks, or an order of them, that cannot be run to the end."""

@@ -1,0 +1,81 @@
+"""Builders: from a task graph to a schedule, by name.
+
+All are one list scheduling: whenever a submesh is free, it starts the ready action that the
+builder's policy prefers, lowest microbatch first. A task runs its microbatches in order.
+
+    1f1b    backward first, under the in-flight caps: on a chain, the textbook 1F1B
+    gpipe   every forward of a submesh, then every backward
+"""
+
+from collections.abc import Mapping
+
+from multimesh.errors import UsageError
+from multimesh.schedule.graph import TaskGraph
+from multimesh.schedule.machine import Candidates, Machine
+from multimesh.schedule.order import Action, Schedule
+from multimesh.schedule.policy import caps, ranks, send_windows
+
+__all__ = ["build"]
+
+
+def build(graph: TaskGraph, name: str = "1f1b") -> Schedule:
+    """Makes a schedule.
+
+    Without backward tasks, every builder gives the plain forward pipeline.
+
+    Args:
+      graph: What is scheduled.
+      name: "1f1b" or "gpipe".
+
+    Returns:
+      The order of the actions on each submesh. The same graph always gives the same schedule.
+
+    Raises:
+      UsageError: The name is unknown.
+      ScheduleError: No schedule exists: actions wait for one another.
+    """
+    if name not in _BUILDERS:
+        raise UsageError(f"schedule must be one of {', '.join(sorted(_BUILDERS))}. Got {name!r}.")
+    return _BUILDERS[name](graph)
+
+
+def _build_1f1b(graph):
+    return _list_schedule(graph, ranks(graph), caps(graph), _next_of_each_task(graph))
+
+
+def _build_gpipe(graph):
+    next_actions = _next_of_each_task(graph)
+
+    def forwards_first(machine, submesh, strict):
+        actions = next_actions(machine, submesh, strict)
+        forwards = [
+            a for a in actions if graph.tasks[a.task].repeats and graph.tasks[a.task].forward
+        ]
+        return forwards if strict and forwards else actions
+
+    priorities = ranks(graph, prefer_backward=False)
+    return _list_schedule(graph, priorities, send_windows(graph), forwards_first)
+
+
+def _next_of_each_task(graph) -> Candidates:
+    tasks_of = [[] for _ in graph.resources]
+    for index, task in enumerate(graph.tasks):
+        tasks_of[task.submesh].append((index, graph.runs(index)))
+
+    def candidates(machine, submesh, strict):
+        started = machine.started
+        return [Action(t, started[t]) for t, runs in tasks_of[submesh] if started[t] < runs]
+
+    return candidates
+
+
+def _list_schedule(graph, priorities, limits, candidates) -> Schedule:
+    machine = Machine(graph, priorities, limits)
+    machine.run(candidates)
+    actions = [[] for _ in graph.resources]
+    for action in machine.order:
+        actions[graph.tasks[action.task].submesh].append(action)
+    return Schedule(tuple(map(tuple, actions)))
+
+
+_BUILDERS: Mapping = {"1f1b": _build_1f1b, "gpipe": _build_gpipe}
