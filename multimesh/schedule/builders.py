@@ -48,10 +48,11 @@ def _build_gpipe(graph):
 
     def forwards_first(machine, submesh, strict):
         actions = next_actions(machine, submesh, strict)
-        forwards = [
-            a for a in actions if graph.tasks[a.task].repeats and graph.tasks[a.task].forward
-        ]
-        return forwards if strict and forwards else actions
+        phases = [graph.tasks[action.task] for action in actions]
+        if strict and any(task.forward and task.repeats for task in phases):
+            pairs = zip(actions, phases, strict=True)
+            return [action for action, task in pairs if task.forward or not task.repeats]
+        return actions
 
     priorities = ranks(graph, prefer_backward=False)
     return _list_schedule(graph, priorities, send_windows(graph), forwards_first)
