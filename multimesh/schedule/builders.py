@@ -59,7 +59,7 @@ def _build_gpipe(graph):
 
 
 def _next_of_each_task(graph) -> Candidates:
-    tasks_of = [[] for _ in graph.resources]
+    tasks_of: list[list[tuple[int, int]]] = [[] for _ in graph.resources]
     for index, task in enumerate(graph.tasks):
         tasks_of[task.submesh].append((index, graph.runs(index)))
 
@@ -73,7 +73,7 @@ def _next_of_each_task(graph) -> Candidates:
 def _list_schedule(graph, priorities, limits, candidates) -> Schedule:
     machine = Machine(graph, priorities, limits)
     machine.run(candidates)
-    actions = [[] for _ in graph.resources]
+    actions: list[list[Action]] = [[] for _ in graph.resources]
     for action in machine.order:
         actions[graph.tasks[action.task].submesh].append(action)
     return Schedule(tuple(map(tuple, actions)))

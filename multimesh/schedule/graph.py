@@ -135,7 +135,7 @@ class TaskGraph:
         if repeated:
             raise ScheduleError(f"Task names must be unique. Got {repeated!r} more than once.")
         for task in self.tasks:
-            if len(task.name.split()) != 1 or task.name[0].isdigit() or task.name[0].isspace():
+            if task.name.split() != [task.name] or task.name[0].isdigit():
                 raise ScheduleError(
                     f"A task name must have no spaces and not start with a digit. Got {task.name!r}"
                 )

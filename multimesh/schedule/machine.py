@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from multimesh.errors import ScheduleError
-from multimesh.schedule.graph import TaskGraph
+from multimesh.schedule.graph import Dependency, TaskGraph
 from multimesh.schedule.order import Action, action_text
 from multimesh.schedule.policy import find_holders
 
@@ -63,6 +63,7 @@ class Machine:
         self._live = [0] * count
         self._now = 0.0
         self._events: list[tuple[float, int, int, int]] = []
+        self._woken = set(range(len(graph.resources)))  # submeshes to look at before time goes on
         self._occupied = [0] * len(graph.resources)  # running actions that share a device with it
         self._overlapping = [
             [other for other, devices in enumerate(graph.resources) if devices & own]
@@ -81,27 +82,27 @@ class Machine:
           ScheduleError: Actions wait for one another; the message names them.
         """
         total = sum(map(self.graph.runs, range(len(self.graph.tasks))))
-        woken = set(range(len(self.graph.resources)))
         while len(self.order) < total:
-            while woken:
-                woken = self._start_round(candidates, woken)
-            woken = self._advance() if self._events else self._force(candidates)
+            if self._woken:
+                self._start_round(candidates)
+            elif self._events:
+                self._advance()
+            else:
+                self._force(candidates)
 
-    def _start_round(self, candidates, woken):
-        """Starts what can start on the woken submeshes; returns those to look at again now."""
+    def _start_round(self, candidates):
+        """Starts what can start at this instant on the submeshes where something changed."""
+        woken, self._woken = self._woken, set()
         offers = (self._best(candidates, submesh) for submesh in woken)
         started = []
-        woken = set()
         for offer in sorted(offer for offer in offers if offer):
             _, microbatch, task = offer
             submesh = self.graph.tasks[task].submesh
-            if not self._occupied[submesh]:
+            if not self._occupied[submesh]:  # by an offer before this one
                 action = Action(task, microbatch)
+                self._start(action, submesh)
                 started.append((submesh, action))
-                self._start(action, submesh, woken)
-        started.sort()
-        self.order.extend(action for _, action in started)
-        return woken
+        self.order.extend(action for _, action in sorted(started))
 
     def _best(self, candidates, submesh, strict=True):
         """The (rank, microbatch, task) of the best action that can start now, or None."""
@@ -117,7 +118,7 @@ class Machine:
             default=None,
         )
 
-    def _start(self, action, submesh, woken):
+    def _start(self, action, submesh):
         task, microbatch = action
         self.start[action] = self._now
         self.finish[action] = end = self._now + self.graph.tasks[task].cost
@@ -128,45 +129,43 @@ class Machine:
         self.position[submesh] += 1
         self._live[task] += 1
         self.peak_live[task] = max(self.peak_live[task], self._live[task])
-        self._let_go(self._let_go_on_start[task], microbatch, woken)
+        self._let_go(self._let_go_on_start[task], microbatch)
 
     def _advance(self):
-        """Moves on to the next event; returns the submeshes that may have something to start."""
+        """Moves on to the next instant at which something finishes or arrives."""
         events = self._events
         self._now = events[0][0]
-        woken = set()
         while events and events[0][0] == self._now:
             _, kind, index, microbatch = heapq.heappop(events)
             if kind == _FINISH:
-                self._finish(index, microbatch, woken)
+                self._finish(index, microbatch)
             else:
-                self._arrive(self.graph.dependencies[index], microbatch, woken)
-        return woken
+                self._arrive(self.graph.dependencies[index], microbatch)
 
-    def _finish(self, task, microbatch, woken):
+    def _finish(self, task, microbatch):
         for other in self._overlapping[self.graph.tasks[task].submesh]:
             self._occupied[other] -= 1
-            woken.add(other)
-        self._let_go(self._let_go_on_finish[task], microbatch, woken)
+            self._woken.add(other)
+        self._let_go(self._let_go_on_finish[task], microbatch)
         for index, dependency in self._outgoing[task]:
             if dependency.delay:
                 arrival = self._now + dependency.delay
                 heapq.heappush(self._events, (arrival, _ARRIVAL, index, microbatch))
             else:
-                self._arrive(dependency, microbatch, woken)
+                self._arrive(dependency, microbatch)
 
-    def _arrive(self, dependency, microbatch, woken):
+    def _arrive(self, dependency, microbatch):
         pending = self._pending[dependency.target]
         for waiting in self.graph.successors(dependency, microbatch):
             pending[waiting] -= 1
-        woken.add(self.graph.tasks[dependency.target].submesh)
+        self._woken.add(self.graph.tasks[dependency.target].submesh)
 
-    def _let_go(self, held, microbatch, woken):
+    def _let_go(self, held, microbatch):
         for task in held:
             self._holding[task][microbatch] -= 1
             if not self._holding[task][microbatch]:
                 self._live[task] -= 1
-                woken.add(self.graph.tasks[task].submesh)
+                self._woken.add(self.graph.tasks[task].submesh)
 
     def _force(self, candidates):
         """Starts the best action that only a wish holds back; all devices are idle."""
@@ -176,10 +175,9 @@ class Machine:
         if not offers:
             raise ScheduleError(self._explain_deadlock(candidates))
         _, microbatch, task = min(offers)
-        action, woken = Action(task, microbatch), set()
-        self._start(action, self.graph.tasks[task].submesh, woken)
+        action = Action(task, microbatch)
+        self._start(action, self.graph.tasks[task].submesh)
         self.order.append(action)
-        return woken
 
     def _explain_deadlock(self, candidates):
         lines = []
@@ -205,7 +203,7 @@ class Machine:
     def _link_dependencies(self):
         graph = self.graph
         self._pending = [[0] * graph.runs(task) for task in range(len(graph.tasks))]
-        self._outgoing = [[] for _ in graph.tasks]
+        self._outgoing: list[list[tuple[int, Dependency]]] = [[] for _ in graph.tasks]
         for index, dependency in enumerate(graph.dependencies):
             self._outgoing[dependency.source].append((index, dependency))
             pending = self._pending[dependency.target]
@@ -217,8 +215,8 @@ class Machine:
         graph = self.graph
         holders = find_holders(graph)
         self._holding = []  # per task and microbatch, how many tasks still hold it
-        self._let_go_on_finish = [[] for _ in graph.tasks]
-        self._let_go_on_start = [[] for _ in graph.tasks]
+        self._let_go_on_finish: list[list[int]] = [[] for _ in graph.tasks]
+        self._let_go_on_start: list[list[int]] = [[] for _ in graph.tasks]
         for task in range(len(graph.tasks)):
             count = len(holders.local[task]) + len(holders.remote[task])
             self._holding.append([count] * graph.runs(task))

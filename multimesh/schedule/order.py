@@ -7,7 +7,7 @@ step stands by its name alone, and "-" is a submesh that runs nothing:
     0F1B1 1F1B1 U1
 """
 
-import re
+import string
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,7 +75,8 @@ def parse_schedule(graph: TaskGraph, text: str) -> Schedule:
 
 
 def _parse_action(graph, tasks, word):
-    digits, name = re.fullmatch(r"(\d*)(.*)", word).groups()
+    name = word.lstrip(string.digits)
+    digits = word[: len(word) - len(name)]
     if name not in tasks:
         raise ScheduleError(f"{word!r} must name one of the tasks {', '.join(tasks)}.")
     if graph.tasks[tasks[name]].repeats != bool(digits):

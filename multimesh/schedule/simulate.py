@@ -116,7 +116,7 @@ def _check_complete(graph, schedule):
             f"A schedule must have one list per submesh, {len(graph.resources)} in all. "
             f"Got {len(schedule.actions)}."
         )
-    expected = [set() for _ in graph.resources]
+    expected: list[set[Action]] = [set() for _ in graph.resources]
     for index, task in enumerate(graph.tasks):
         expected[task.submesh].update(Action(index, k) for k in range(graph.runs(index)))
     for submesh, actions in enumerate(schedule.actions):

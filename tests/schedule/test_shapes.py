@@ -60,6 +60,14 @@ def test_a_frozen_first_stage_stays_within_its_cap(graphs, run):
     assert timeline.peak_live[0] <= 3
 
 
+def test_a_receiver_that_starts_late_does_not_stop_its_sender(graphs, run):
+    # Under GPipe, B2 (a receiver of the frozen F0) starts only after every F2, and so every F0.
+    tasks = [forward("F0", 0), forward("F1", 1), forward("F2", 2), merged("F3B3", 3, cost=2)]
+    tasks += [backward("B2", 2)]
+    edges = [*chained("F0", "F1", "F2", "F3B3", "B2"), ("F2", "B2"), ("F0", "B2")]
+    run(graphs.make(tasks, edges, 9))
+
+
 def test_stages_that_visit_a_submesh_twice(graphs, run):
     tasks = [forward("F0", 0), forward("F1", 1), forward("F2", 0), merged("F3B3", 1, cost=2)]
     tasks += [backward("B2", 0), backward("B1", 1), backward("B0", 0)]
