@@ -1,0 +1,41 @@
+"""Chooses how the ranks of this job talk to each other."""
+
+import jax
+
+from multimesh import _mpi
+from multimesh.config import read_config
+from multimesh.errors import StartupError
+from multimesh.transport.base import Group, Transport
+from multimesh.transport.group import LocalGroup, MpiGroup
+from multimesh.transport.local import LocalTransport
+from multimesh.transport.mpi import MpiTransport
+
+__all__ = ["connect"]
+
+
+def connect(*, poison: bool = False) -> tuple[Group, Transport]:
+    """Connects the ranks: within the process where there is one, else by MPI.
+
+    Collective on its first call.
+
+    Args:
+      poison: Fill receive buffers with NaNs before use. For tests.
+
+    Returns:
+      The control plane and a transport.
+
+    Raises:
+      StartupError: MPI and JAX number the ranks differently.
+    """
+    if jax.process_count() == 1:
+        return LocalGroup(), LocalTransport()
+    communicator = _mpi.communicator()
+    got = (communicator.rank, communicator.size)
+    expected = (jax.process_index(), jax.process_count())
+    if got != expected:
+        raise StartupError(
+            f"MPI and JAX must number the ranks alike. Got MPI rank and size {got}, JAX process "
+            f"and count {expected}; start JAX by multimesh.init()."
+        )
+    timeout = read_config().stall_timeout
+    return MpiGroup(communicator, timeout), MpiTransport(communicator, timeout, poison)

@@ -1,0 +1,69 @@
+"""The control plane: how ranks compare plans, share one order and meet before the first step."""
+
+from typing import Any
+
+from multimesh.errors import StallError
+from multimesh.transport.waiting import wait_until
+
+__all__ = ["LocalGroup", "MpiGroup"]
+
+
+class LocalGroup:
+    """The group of a single process. See `base.Group`."""
+
+    rank = 0
+    size = 1
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Returns the one object, in a list."""
+        return [obj]
+
+    def broadcast(self, obj: Any, root: int = 0) -> Any:
+        """Returns the object."""
+        del root
+        return obj
+
+    def barrier(self) -> None:
+        """Does nothing."""
+
+
+class MpiGroup:
+    """The ranks of an MPI communicator. See `base.Group`.
+
+    A rank may come to a collective long before another that still compiles, so every collective
+    starts with a barrier that does not poll at full speed.
+
+    Args:
+      communicator: An mpi4py communicator that nothing else uses collectively.
+      stall_timeout: Seconds to wait for the other ranks.
+    """
+
+    def __init__(self, communicator, stall_timeout: float):
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self._communicator = communicator
+        self._stall_timeout = stall_timeout
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Returns the objects of all ranks, in order of rank; they travel pickled."""
+        self.barrier()
+        return self._communicator.allgather(obj)
+
+    def broadcast(self, obj: Any, root: int = 0) -> Any:
+        """Returns the object that rank `root` gave; it travels pickled."""
+        self.barrier()
+        return self._communicator.bcast(obj, root)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it.
+
+        Raises:
+          StallError: Another rank did not come within the timeout.
+        """
+        if not wait_until(self._communicator.Ibarrier().Test, self._stall_timeout):
+            raise StallError(
+                f"Rank {self.rank} waited {self._stall_timeout:g} s for the other "
+                f"{self.size - 1} ranks to reach the same point. Expected all ranks to run the "
+                "same program; look for one that failed or does other work, or raise "
+                "MULTIMESH_STALL_TIMEOUT."
+            )
