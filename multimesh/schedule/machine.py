@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from multimesh.errors import ScheduleError
 from multimesh.schedule.graph import Dependency, TaskGraph
-from multimesh.schedule.order import Action, action_text
+from multimesh.schedule.order import Action, action_text, actions_text
 from multimesh.schedule.policy import find_holders
 
 __all__ = ["Candidates", "Machine"]
@@ -183,7 +183,7 @@ class Machine:
         lines = []
         for submesh in range(len(self.graph.resources)):
             for action in candidates(self, submesh, False):
-                waits = ", ".join(action_text(self.graph, a) for a in self._unfinished(action))
+                waits = actions_text(self.graph, self._unfinished(action))
                 lines.append(f"  submesh {submesh}: {action_text(self.graph, action)} for {waits}")
         return (
             "Actions must not wait for one another in a circle. After "

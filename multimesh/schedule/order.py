@@ -8,13 +8,14 @@ step stands by its name alone, and "-" is a submesh that runs nothing:
 """
 
 import string
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from multimesh.errors import ScheduleError
 from multimesh.schedule.graph import TaskGraph
 
-__all__ = ["Action", "Schedule", "action_text", "format_schedule", "parse_schedule"]
+__all__ = ["Action", "Schedule", "action_text", "actions_text", "format_schedule", "parse_schedule"]
 
 
 # A tuple rather than a dataclass: a step has tens of thousands, and they are keys of dicts.
@@ -43,8 +44,16 @@ class Schedule:
 
 def action_text(graph: TaskGraph, action: Action) -> str:
     """The text of one action: "2F0", or "U0" for a task that runs once per step."""
+    if not 0 <= action.task < len(graph.tasks):
+        return repr(action)
     task = graph.tasks[action.task]
     return f"{action.microbatch}{task.name}" if task.repeats else task.name
+
+
+def actions_text(graph: TaskGraph, actions: Iterable[Action], most: int = 8) -> str:
+    """The text of some actions for a message: "0F0, 1F0, ...", or "none"."""
+    texts = [action_text(graph, action) for action in actions]
+    return ", ".join(texts[:most] + ["..."] * (len(texts) > most)) or "none"
 
 
 def format_schedule(graph: TaskGraph, schedule: Schedule) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multimesh.errors import ScheduleError
 from multimesh.schedule.graph import TaskGraph
 from multimesh.schedule.machine import Machine
-from multimesh.schedule.order import Action, Schedule, action_text
+from multimesh.schedule.order import Action, Schedule, action_text, actions_text
 from multimesh.schedule.policy import ranks, send_windows
 
 __all__ = ["Timeline", "simulate", "validate"]
@@ -125,15 +125,9 @@ def _check_complete(graph, schedule):
         if missing or surplus:
             raise ScheduleError(
                 f"Submesh {submesh} must run each of its actions once. "
-                f"Missing: {_list_actions(graph, missing)}; too many: "
-                f"{_list_actions(graph, surplus)}."
+                f"Missing: {actions_text(graph, sorted(missing))}; too many: "
+                f"{actions_text(graph, sorted(surplus))}."
             )
-
-
-def _list_actions(graph, actions, most=8):
-    known = range(len(graph.tasks))
-    texts = [action_text(graph, a) if a.task in known else repr(a) for a in sorted(actions)]
-    return ", ".join(texts[:most] + ["..."] * (len(texts) > most)) or "none"
 
 
 def _bubble_fraction(graph, makespan):
