@@ -1,0 +1,73 @@
+"""The only place that looks inside a built step, so that tests survive a change of names.
+
+Tasks are named by their phases and their submesh: "F0", "FB1", "B0".
+"""
+
+import re
+
+import jax
+
+__all__ = [
+    "compilations",
+    "devices_of",
+    "local_tasks",
+    "loop_tasks",
+    "loop_values",
+    "moved_values",
+    "task_names",
+    "update_rounds",
+]
+
+
+def loop_tasks(step_fn):
+    """The tasks of one microbatch, sorted."""
+    return sorted(_label(task) for task in step_fn.plan.tasks if task.section == "loop")
+
+
+def task_names(step_fn):
+    """The names that the tasks of one microbatch go by, sorted."""
+    return sorted(task.name for task in step_fn.plan.tasks if task.section == "loop")
+
+
+def update_rounds(step_fn):
+    """For each submesh, the number of tasks after the loop."""
+    rounds = {}
+    for task in step_fn.plan.tasks:
+        if task.section == "after":
+            rounds[task.submesh] = rounds.get(task.submesh, 0) + 1
+    return rounds
+
+
+def loop_values(step_fn):
+    """Shape of every value that crosses submeshes once for each microbatch."""
+    return _shapes(step_fn, {"loop"})
+
+
+def moved_values(step_fn):
+    """Shape of every value that crosses submeshes at all."""
+    return _shapes(step_fn, {"before", "loop", "after"})
+
+
+def local_tasks(step_fn, layout):
+    """The number of tasks that run on a device of this process."""
+    local = {jax.devices().index(device) for device in jax.local_devices()}
+    return sum(bool(local & set(layout.devices[t.submesh])) for t in step_fn.plan.tasks)
+
+
+def compilations(step_fn):
+    """The number of programs that this process has compiled for the step."""
+    return step_fn.compile_count
+
+
+def devices_of(array):
+    """Positions in `jax.devices()` of a global array's devices."""
+    return {jax.devices().index(device) for device in array.sharding.device_set}
+
+
+def _label(task):
+    phases = "".join(re.findall("[A-Z]", task.name))
+    return f"{phases}{task.submesh}"
+
+
+def _shapes(step_fn, sections):
+    return [t.value.shape for t in step_fn.plan.transfers if t.section in sections]
