@@ -1,0 +1,128 @@
+"""Compiles a task: its equations as one XLA program on the devices of its submesh."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from multimesh._compat import new_jaxpr
+from multimesh.stages.flatten import FlatStep
+from multimesh.stages.partition import TaskSpec
+from multimesh.stages.registry import Label
+from multimesh.stages.shardings import Shardings
+
+__all__ = ["Program", "compile_task", "donations"]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled task.
+
+    Attributes:
+      task: What it computes.
+      call: The executable: takes the task's inputs, returns a list of its outputs.
+      donated: Positions of the inputs whose memory the outputs take over.
+    """
+
+    task: TaskSpec
+    call: Callable[..., list[jax.Array]]
+    donated: tuple[int, ...]
+
+
+def compile_task(
+    task: TaskSpec, step: FlatStep, shardings: Shardings, donate: Collection[core.Var] = ()
+) -> Program:
+    """Compiles one task for the devices of its submesh.
+
+    Args:
+      task: The task.
+      step: The step that it is cut from, for the constants.
+      shardings: The sharding of each value.
+      donate: Inputs that nothing reads afterwards.
+
+    Returns:
+      The executable program.
+    """
+    jaxpr, constants = task_jaxpr(task, step, shardings)
+    donated = donations(task, shardings, donate)
+    places = [shardings.of(var, task.submesh) for var in task.inputs]
+    results = [shardings.of(var, task.submesh) for var in task.outputs]
+    function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))
+    jitted = jax.jit(
+        _named(function, task.name), in_shardings=places, out_shardings=results, donate_argnums=donated
+    )
+    avals = [
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=place)
+        for var, place in zip(task.inputs, places, strict=True)
+    ]
+    return Program(task, jitted.lower(*avals).compile(), donated)
+
+
+def _named(function, name: str):
+    def task(*args):
+        return function(*args)
+
+    # The name under which profilers and XLA dumps show the program.
+    task.__name__ = task.__qualname__ = name.replace(".", "_")
+    return task
+
+
+def task_jaxpr(
+    task: TaskSpec, step: FlatStep, shardings: Shardings
+) -> tuple[core.Jaxpr, list[Any]]:
+    """Builds a task's jaxpr, its sharding constraints on the task's own mesh.
+
+    Returns:
+      The jaxpr and the values of its constants.
+    """
+    eqns = [
+        _place_constraints(node.eqn, node.label, task.submesh, shardings) for node in task.nodes
+    ]
+    read = dict.fromkeys(var for node in task.nodes for var in node.inputs)
+    constants = [var for var in read if var in step.constants]
+    jaxpr = new_jaxpr(constants, list(task.inputs), list(task.outputs), eqns, task.name)
+    return jaxpr, [step.constants[var] for var in constants]
+
+
+def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Shardings):
+    if eqn.primitive.name == "sharding_constraint":
+        spec = eqn.params["sharding"].spec
+        sharding = shardings.constrain(eqn.invars[0], spec, label, submesh)
+        mesh = shardings.submeshes[submesh].mesh.abstract_mesh
+        return eqn.replace(params={**eqn.params, "sharding": sharding, "context_mesh": mesh})
+
+    def inside(value):
+        if isinstance(value, core.ClosedJaxpr):
+            return value.replace(jaxpr=inside(value.jaxpr))
+        if isinstance(value, core.Jaxpr):
+            eqns = [_place_constraints(each, label, submesh, shardings) for each in value.eqns]
+            return value.replace(eqns=eqns)
+        if isinstance(value, tuple):
+            return tuple(map(inside, value))
+        return value
+
+    if not any(True for _ in core.jaxprs_in_params(eqn.params)):
+        return eqn
+    return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
+
+
+def donations(
+    task: TaskSpec, shardings: Shardings, allowed: Collection[core.Var]
+) -> tuple[int, ...]:
+    """Chooses the inputs to donate: those that an output of the same form can take over.
+
+    XLA warns of every donated input that it cannot use.
+    """
+
+    def form(var):
+        return var.aval.shape, var.aval.dtype, shardings.of(var, task.submesh)
+
+    free = [form(var) for var in task.outputs]
+    chosen = []
+    for position, var in enumerate(task.inputs):
+        if var in allowed and form(var) in free:
+            free.remove(form(var))
+            chosen.append(position)
+    return tuple(chosen)

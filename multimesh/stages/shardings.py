@@ -1,0 +1,238 @@
+"""How each value lies on the devices of a submesh.
+
+The sharding of a value that crosses tasks is decided here, not by the compiler, since the receiver
+does not compile the sender. The nearest sharding constraint decides; else, a value whose leading
+dimension is the rows of a microbatch is sharded as the batch is; else it is replicated.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multimesh.errors import RegistryError
+from multimesh.stages.flatten import FlatStep
+from multimesh.stages.registry import Label, Task, TaskMesh
+
+__all__ = ["Shardings", "Submesh", "resolve_spec"]
+
+logger = logging.getLogger("multimesh")
+
+
+@dataclass(frozen=True)
+class Submesh:
+    """A submesh with its devices.
+
+    Attributes:
+      index: Its number.
+      task_mesh: What the user registered.
+      mesh: The JAX mesh.
+      tasks: The registered tasks on it.
+    """
+
+    index: int
+    task_mesh: TaskMesh
+    mesh: Mesh
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def axes(self) -> dict[str, str | tuple[str, ...] | None]:
+        """Logical axis -> device axes, over all tasks of the submesh; the first task wins."""
+        merged: dict[str, str | tuple[str, ...] | None] = {}
+        for task in self.tasks:
+            for logical, axes in task.logical_axes:
+                merged.setdefault(logical, axes)
+        return merged
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The ranks that own a device of the submesh, in order."""
+        return tuple(sorted({device.process_index for device in self.mesh.devices.flat}))
+
+
+def resolve_spec(
+    spec: Sequence, axes: dict[str, str | tuple[str, ...] | None]
+) -> tuple[tuple[str, ...], ...]:
+    """Translates a logical PartitionSpec into device axes.
+
+    Args:
+      spec: For each dimension a logical name, several, or None.
+      axes: Logical name -> device axes; a name without an entry is replicated.
+
+    Returns:
+      For each dimension the device axes that split it. A device axis splits one dimension at most:
+      the first that names it.
+    """
+    used: set[str] = set()
+    resolved = []
+    for entry in spec:
+        # Anything else (None, UNCONSTRAINED) leaves the dimension whole.
+        names = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+        split: list[str] = []
+        for name in names:
+            mapped = axes.get(name) if isinstance(name, str) else None
+            for axis in (mapped,) if isinstance(mapped, str) else (mapped or ()):
+                if axis not in used:
+                    used.add(axis)
+                    split.append(axis)
+        resolved.append(tuple(split))
+    return tuple(resolved)
+
+
+class Shardings:
+    """Decides the sharding of each value on each submesh; pure but for a cache and notices."""
+
+    def __init__(
+        self,
+        step: FlatStep,
+        submeshes: Sequence[Submesh],
+        *,
+        argument_names: dict[core.Var, str],
+        same_as: dict[core.Var, core.Var],
+        rows: int,
+        batch_axis: str,
+    ):
+        """Collects the constraints of a step.
+
+        Args:
+          step: The flat step.
+          submeshes: All submeshes.
+          argument_names: Names of arguments for errors.
+          same_as: State that lies as another argument does: optimizer state as its parameter.
+          rows: The rows of one microbatch, over all shares.
+          batch_axis: The logical name of the batch dimension.
+        """
+        self.submeshes = submeshes
+        self.names = argument_names
+        self.rows = rows
+        self.batch_axis = batch_axis
+        self.notices: set[str] = set()
+        self.step = step
+        # value -> (logical spec, label of the constraint, whether it is a step argument)
+        self.specs: dict[core.Var, tuple[PartitionSpec, Label | None]] = {}
+        self._from_equations()
+        for argument, constraint in step.constraints.items():
+            self.specs[argument] = constraint
+        for argument, model in same_as.items():
+            if argument.aval.shape == model.aval.shape and model in self.specs:
+                self.specs.setdefault(argument, self.specs[model])
+        self._through_updates()
+        self.sliced = {entry.inner for entry in step.slices}
+        self.in_loop = {var for node in step.loop for var in node.outputs} | self.sliced
+        self.arguments = set(step.arguments)
+
+    def _from_equations(self) -> None:
+        produced, consumed = {}, {}
+        for node in (*self.step.before, *self.step.loop, *self.step.after):
+            if node.eqn.primitive.name == "sharding_constraint":
+                constraint = (node.eqn.params["sharding"].spec, node.label)
+                produced.setdefault(node.eqn.outvars[0], constraint)
+                consumed.setdefault(node.eqn.invars[0], constraint)
+        self.specs = {**produced, **consumed}
+
+    def _through_updates(self) -> None:
+        """Accumulators and updates lie as the state that they are combined with, leaf by leaf."""
+        cohorts = _Cohorts()
+        for carry in self.step.carries:
+            for var in (carry.initial, carry.update, carry.final):
+                cohorts.join(carry.inner, var)
+        for node in self.step.after:
+            for var in node.inputs:
+                if all(out.aval.shape == var.aval.shape for out in node.outputs):
+                    for out in node.outputs:
+                        if var.aval.shape:
+                            cohorts.join(var, out)
+        for argument in self.step.arguments:
+            if argument in self.specs:
+                for var in cohorts.members(argument):
+                    self.specs.setdefault(var, self.specs[argument])
+
+    def of(self, var: core.Var, submesh: int) -> NamedSharding:
+        """Returns how a value lies on a submesh.
+
+        Raises:
+          RegistryError: A state argument's dimension does not divide by the devices of its axis.
+        """
+        place = self.submeshes[submesh]
+        if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended) and not var.aval.shape:
+            return NamedSharding(place.mesh, PartitionSpec())
+        spec, label = self.specs.get(var, (None, None))
+        if spec is None:
+            return NamedSharding(place.mesh, self.rows_spec(var, place))
+        axes = dict(label.task.logical_axes) if label else place.axes
+        if label is not None and label.task.mesh != place.task_mesh:
+            axes = place.axes
+        return self._named(var, resolve_spec(spec, axes), place)
+
+    def rows_spec(self, var: core.Var, place: Submesh) -> PartitionSpec:
+        """Shards the rows of a microbatch over the axes that the batch is mapped to."""
+        shape = var.aval.shape
+        if var not in self.in_loop or not shape or shape[0] != self.rows:
+            return PartitionSpec()
+        ((axes),) = resolve_spec((self.batch_axis,), place.axes)
+        size = int(np.prod([place.mesh.shape[axis] for axis in axes], initial=1))
+        if not axes or shape[0] % size:
+            return PartitionSpec()
+        return PartitionSpec(axes)
+
+    def constrain(self, var: core.Var, spec, label: Label | None, submesh: int) -> NamedSharding:
+        """Translates a constraint inside a task to the task's own mesh."""
+        place = self.submeshes[submesh]
+        same = label is not None and label.task.mesh == place.task_mesh
+        axes = dict(label.task.logical_axes) if same else place.axes
+        return self._named(var, resolve_spec(spec, axes), place)
+
+    def _named(self, var, split, place: Submesh) -> NamedSharding:
+        kept = []
+        for dimension, axes in enumerate(split):
+            size = int(np.prod([place.mesh.shape[axis] for axis in axes], initial=1))
+            if var.aval.shape[dimension] % size == 0:
+                kept.append(axes or None)
+                continue
+            self._does_not_divide(var, dimension, axes, size, place)
+            kept.append(None)
+        return NamedSharding(place.mesh, PartitionSpec(*kept))
+
+    def _does_not_divide(self, var, dimension, axes, size, place: Submesh) -> None:
+        task = ", ".join(dict.fromkeys(task.name or "" for task in place.tasks)).strip(", ")
+        where = f"task {task!r}" if task else f"submesh {place.task_mesh.devices}"
+        what = f"dimension {dimension} of size {var.aval.shape[dimension]}"
+        how = f"device axis {'x'.join(axes)!r} of size {size}"
+        if var in self.names and var not in self.sliced:
+            raise RegistryError(
+                f"The parameter {self.names[var]} of shape {var.aval.shape} cannot be sharded in "
+                f"{where}: {what} does not divide by {how}. Change the layer's size, the "
+                "TaskMesh, or leave the logical axis out of logical_axes."
+            )
+        notice = f"An activation of shape {var.aval.shape} is not sharded in {where}: {what} does not divide by {how}."
+        if notice not in self.notices:
+            self.notices.add(notice)
+            logger.warning(notice)
+
+
+class _Cohorts:
+    """Disjoint sets of values (union-find)."""
+
+    def __init__(self):
+        self.parent: dict[core.Var, core.Var] = {}
+        self.sets: dict[core.Var, list[core.Var]] = {}
+
+    def root(self, var):
+        while self.parent.setdefault(var, var) is not var:
+            self.parent[var] = self.parent[self.parent[var]]
+            var = self.parent[var]
+        self.sets.setdefault(var, [var])
+        return var
+
+    def join(self, first, second):
+        first, second = self.root(first), self.root(second)
+        if first is not second:
+            self.parent[second] = first
+            self.sets[first] += self.sets.pop(second)
+
+    def members(self, var):
+        return self.sets[self.root(var)]

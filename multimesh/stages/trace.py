@@ -1,0 +1,83 @@
+"""Traces a step with logical axes: the whole program once, as a jaxpr, on no device at all.
+
+The trace runs under an abstract mesh that has every logical axis of the registered tasks, and
+every axis of the user's mesh, all of size 1. Sharding constraints keep their logical names in it,
+in the backward pass too.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+from flax import linen as nn
+from jax.extend import core
+from jax.sharding import AbstractMesh
+
+from multimesh.errors import UsageError
+
+__all__ = ["logical_axis_names", "logical_context", "trace"]
+
+
+def logical_axis_names(tasks: Iterable, extra: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns every axis name that a model may use, sorted.
+
+    Args:
+      tasks: The registered tasks.
+      extra: Further names: axes of the user's mesh, the batch axis.
+    """
+    names = set(extra)
+    for task in tasks:
+        names.update(task.mesh.axis_names)
+        names.update(logical for logical, _ in task.logical_axes)
+    return tuple(sorted(names))
+
+
+@contextlib.contextmanager
+def logical_context(names: Sequence[str]):
+    """Makes logical axis names known to `with_sharding_constraint` and to Flax."""
+    mesh = AbstractMesh((1,) * len(names), tuple(names))
+    # Flax's own logical constraints trace to nothing without rules: each name stands for itself.
+    rules = [(name, name) for name in names]
+    with jax.sharding.use_abstract_mesh(mesh), nn.logical_axis_rules(rules):
+        yield
+
+
+def trace(function: Callable, args: Sequence, names: Sequence[str]) -> core.ClosedJaxpr:
+    """Traces a function of pytrees.
+
+    Args:
+      function: Takes `args`; returns a pytree.
+      args: Pytrees of `jax.ShapeDtypeStruct`.
+      names: The logical axis names.
+
+    Returns:
+      The jaxpr over the flattened arguments and results.
+
+    Raises:
+      UsageError: The model uses `shard_map`.
+    """
+    with logical_context(names):
+        try:
+            closed = jax.make_jaxpr(function)(*args)
+        except ValueError as exc:
+            if "shard_map" in str(exc):
+                raise _shard_map_error(str(exc)) from exc
+            raise
+    if any("shard_map" in eqn.primitive.name for eqn in _all_equations(closed.jaxpr)):
+        raise _shard_map_error("a shard_map equation")
+    return closed
+
+
+def _shard_map_error(detail: str) -> UsageError:
+    return UsageError(
+        "The model uses shard_map, which fixes devices before the step is cut into tasks "
+        f"(got: {detail.splitlines()[0]}). Use with_sharding_constraint with logical axis names, "
+        "or a plain function, inside the model."
+    )
+
+
+def _all_equations(jaxpr: core.Jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _all_equations(inner)
