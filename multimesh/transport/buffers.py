@@ -28,16 +28,20 @@ class BufferPool:
     Args:
       poison: Fill every buffer with NaNs before it is handed out, so that a read of something that
         was never received shows. For tests.
+
+    Attributes:
+      made: How many buffers there are, free or not.
     """
 
     def __init__(self, poison: bool = False):
+        self.made = 0
         self._poison = poison
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def reserve(self, nbytes: int, count: int) -> None:
         """Makes `count` more buffers of `nbytes`, with their pages in place."""
         for _ in range(count):
-            memory = _allocate(nbytes)
+            memory = self._allocate(nbytes)
             memory.fill(0)
             self._free[nbytes].append(memory)
 
@@ -50,10 +54,16 @@ class BufferPool:
         try:
             memory = free.pop()
         except IndexError:
-            memory = _allocate(nbytes)
+            memory = self._allocate(nbytes)
         if self._poison:
             memory.fill(_POISON)
         return np.asarray(_Lease(memory, free))
+
+    def _allocate(self, nbytes: int) -> np.ndarray:
+        self.made += 1
+        memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        return memory[start : start + nbytes]
 
 
 class _Lease:
@@ -67,9 +77,3 @@ class _Lease:
     def __del__(self):
         # The runtime may run this on any thread; append is atomic.
         self._free.append(self._memory)
-
-
-def _allocate(nbytes: int) -> np.ndarray:
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + nbytes]

@@ -131,8 +131,8 @@ def exchange(sources: Sequence[Layout], targets: Sequence[Layout], rank: int) ->
     ]
     messages = list(_messages([p for p in pieces if not _is_local(p[1])], targets))
     local = [p for p in pieces if _is_local(p[1]) and p[1].target.process == rank]
-    copies = tuple((value, piece) for value, piece in local if piece.place_whole)
-    cuts = [(value, piece) for value, piece in local if not piece.place_whole]
+    copies = tuple((value, piece) for value, piece in local if piece.is_shard)
+    cuts = [(value, piece) for value, piece in local if not piece.is_shard]
     incoming = tuple(message for message in messages if message.target == rank)
     return Exchange(
         outgoing=tuple(message for message in messages if message.source == rank),

@@ -63,6 +63,11 @@ class Piece:
     place_whole: bool
 
     @property
+    def is_shard(self) -> bool:
+        """Whether it is a whole shard on both sides, so that it needs no cutting."""
+        return self.cut_whole and self.place_whole
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the rectangle."""
         return tuple(part.stop - part.start for part in self.place)
