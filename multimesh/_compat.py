@@ -1,10 +1,30 @@
-"""The only file that touches what JAX does not promise to keep: one small function for each need."""
+"""The only file that touches what JAX does not promise to keep: one small function per need."""
 
 from typing import Any
 
 from jax.extend import core
 
-__all__ = ["equation_scope_text", "new_jaxpr", "new_variable"]
+__all__ = [
+    "backends_have_started",
+    "coordination_store",
+    "equation_scope_text",
+    "new_jaxpr",
+    "new_variable",
+]
+
+
+def backends_have_started() -> bool:
+    """Whether JAX has looked for devices. Every public question would make it do so."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def coordination_store():
+    """The key-value store of jax.distributed, which JAX uses itself but does not export."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def new_variable(aval) -> core.Var:

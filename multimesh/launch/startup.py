@@ -1,0 +1,176 @@
+"""`init`: chooses the devices, and joins the ranks where a launcher started several.
+
+In a plain `python` run it sets the number of CPU devices and nothing else: no MPI, no sockets.
+Under a launcher all ranks take part. They first compare what each was asked for, so that a
+mistake is the same error on all of them and leaves none waiting.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from multimesh import _mpi
+from multimesh.config import read_config
+from multimesh.errors import StartupError
+from multimesh.launch import failure, wire
+from multimesh.launch.environment import Launcher, detect_launcher
+
+__all__ = ["init", "require_init"]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `init`."""
+
+    cpus: int | None
+    collectives: str | None
+
+
+def init(cpus: int | None = None, *, collectives: str | None = None):
+    """Prepares JAX for this program; call it before anything that makes JAX look for devices.
+
+    A second call with the same arguments does nothing.
+
+    Args:
+      cpus: Number of CPU devices in all, shared equally by the ranks: 8 are 4 on each of 2.
+        `mmrun --devices-per-rank` overrides it. None leaves the devices as JAX finds them.
+      collectives: "gloo" makes a single process add in the same order as several ranks do, which
+        gives bit-identical results at some cost in speed. Several ranks always use gloo.
+
+    Raises:
+      StartupError: The arguments are wrong or differ between ranks, JAX has already started, or
+        the ranks cannot be joined. All ranks raise the same error.
+    """
+    launcher = detect_launcher()
+    if _is_parallel(launcher):
+        failure.install_excepthook(launcher.rank, launcher.size)
+    if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int) or cpus < 1):
+        raise StartupError(f"cpus must be a positive integer or None. Got {cpus!r}.")
+    if collectives not in (None, "gloo"):
+        raise StartupError(f'collectives must be "gloo" or None. Got {collectives!r}.')
+    _initialize(_Request(cpus, collectives))
+
+
+def require_init():
+    """Checks that `init` was called, where it must be.
+
+    Raises:
+      StartupError: A launcher started several ranks, and this one has not called `init`.
+    """
+    launcher = detect_launcher()
+    if _is_parallel(launcher) and not _initialize.cache_info().currsize:
+        raise StartupError(
+            f"{launcher.name} started {launcher.size or 'several'} ranks, but multimesh.init was "
+            "not called. Call it at the top of the program, before JAX is used."
+        )
+
+
+# JAX can be started once per process, and so can this: the cache holds the request that did it.
+@functools.cache
+def _initialize(request):
+    if _initialize.cache_info().currsize:
+        raise StartupError(
+            "multimesh.init was called a second time, with other arguments: "
+            f"cpus={request.cpus!r}, collectives={request.collectives!r}. Call it once."
+        )
+    launcher = detect_launcher()
+    if _is_parallel(launcher):
+        _join_ranks(request, launcher)
+    else:
+        _start_alone(request)
+
+
+def _is_parallel(launcher):
+    # PMIx alone does not say how many ranks there are; MPI will.
+    return launcher is not None and launcher.size != 1
+
+
+def _start_alone(request):
+    devices = _devices_per_rank(request, 1)
+    _configure_jax(devices, request.collectives)
+    if request.collectives:
+        from multimesh.launch import coordinator
+
+        coordinator.connect_alone(read_config().start_timeout)
+
+
+def _join_ranks(request, launcher):
+    timeout = read_config().start_timeout
+    # MPI starts only when every rank does. Only mmrun can see from outside which one does not.
+    wire.notify(wire.Kind.JOINING, {"timeout": timeout})
+    size = _mpi.load().COMM_WORLD.Get_size()
+    _check_size(launcher, size)
+    communicator = _mpi.communicator()
+    devices = _agree(communicator, request)
+    _configure_jax(devices, "gloo")
+
+    from multimesh.launch import coordinator, ending
+
+    coordinator.connect_ranks(communicator, timeout)
+    ending.end_together(communicator.Dup())
+
+
+def _check_size(launcher: Launcher, size: int):
+    if launcher.size is not None and launcher.size != size:
+        hint = (
+            "Choose the one it supports: srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH."
+            if launcher.name == "srun"
+            else "Start with the mpiexec of the MPI that mpi4py loads; mmrun finds it."
+        )
+        raise StartupError(
+            f"{launcher.name} started {launcher.size} ranks, but MPI on rank {launcher.rank} sees "
+            f"{size}: the launcher and the MPI library do not understand each other. {hint}"
+        )
+
+
+def _agree(communicator, request) -> int | None:
+    """Finds the devices per rank, or raises the same error on every rank."""
+    devices = problem = None
+    try:
+        devices = _devices_per_rank(request, communicator.Get_size())
+    except StartupError as error:
+        problem = str(error)
+    answers = communicator.allgather((problem, request, devices))
+    problems = {rank: text for rank, (text, _, _) in enumerate(answers) if text}
+    if problems:
+        rank, text = next(iter(problems.items()))
+        is_everywhere = set(problems.values()) == {text} and len(problems) == len(answers)
+        raise StartupError(text if is_everywhere else f"On rank {rank}: {text}")
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise StartupError(
+                "All ranks must ask init for the same. Got "
+                f"cpus={answers[0][1].cpus!r}, collectives={answers[0][1].collectives!r} on rank "
+                f"0, cpus={answer[1].cpus!r}, collectives={answer[1].collectives!r} on rank {rank} "
+                f"({answers[0][2]} and {answer[2]} devices per rank)."
+            )
+    return devices
+
+
+def _devices_per_rank(request, size) -> int | None:
+    """Divides the devices among the ranks, if it is not too late to ask for any."""
+    from multimesh import _compat
+
+    if _compat.backends_have_started():
+        raise StartupError(
+            "multimesh.init was called after JAX had started. Call it at the top of the program: "
+            "before jax.devices(), before arrays are made, before anything is jitted."
+        )
+    cpus, override = request.cpus, read_config().devices_per_rank
+    if override is not None or cpus is None:
+        return override
+    if cpus % size:
+        raise StartupError(
+            f"cpus must be a multiple of the number of ranks. Got cpus={cpus} and {size} ranks. "
+            f"Use cpus={max(1, cpus // size) * size}, or another number of ranks."
+        )
+    return cpus // size
+
+
+def _configure_jax(devices, collectives):
+    import jax
+
+    if devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", devices)
+    if collectives:
+        jax.config.update("jax_cpu_collectives_implementation", collectives)
