@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn
-
 from support import cases, oracle, plans
 
 ROWS, MICROBATCHES, STEPS = 16, 4, 3

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+
 from multimesh.jax import Task, TaskMesh, Weighted, clear_tasks, register_task
 from multimesh.jax.flax import parallelize_step
-
 from support import models
 
 __all__ = ["CASES", "Case", "Layout", "apart", "build", "echo", "mlp", "on_one", "register", "wide"]
@@ -221,7 +221,8 @@ def _masked_token_loss(model, params, batch):
 
 
 def _echo_loss(model, params, batch):
-    return (model.apply(params, batch).mean(axis=-1) * batch["labels"]).sum()
+    echoed = model.apply(params, batch)
+    return (echoed * batch["labels"][:, None]).sum() / echoed.shape[-1]
 
 
 # ---------------------------------------------------------------- cases
@@ -316,11 +317,12 @@ def _encoder_decoder(blocks):
     )
 
 
-def echo(stages):
+def echo(stages, features=4):
     """A pipeline that hands codes of the rows to labels with the same codes, exactly.
 
-    With weights of one, the loss of a step and the gradient of each weight entry are sums of
-    squared codes; rows of different microbatches that met would make them smaller.
+    With weights of one, the loss of a step, and the gradient of each weight entry times the
+    features, are the sum of the squared codes; rows of different microbatches that met would make
+    it smaller. With a power of two as `features` it is exact.
     """
     return Case(
         name=f"echo_{stages}",
@@ -328,7 +330,7 @@ def echo(stages):
         optimizer=optax.sgd(1.0),
         stages={f"layer_{i}": i for i in range(stages)},
         loop=_chain(stages),
-        make_batch=functools.partial(_codes, 4),
+        make_batch=functools.partial(_codes, features),
         loss=_echo_loss,
         reduction="sum",
     )

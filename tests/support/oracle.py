@@ -15,9 +15,17 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
+
 from multimesh.jax import Weighted, fetch
 
-__all__ = ["assert_close", "assert_same_training", "assert_tree_close", "train", "train_pipeline"]
+__all__ = [
+    "assert_close",
+    "assert_same_training",
+    "assert_tree_close",
+    "evaluate",
+    "train",
+    "train_pipeline",
+]
 
 # Splitting a sum over microbatches and devices reorders float32 additions. Each costs up to
 # 6e-8 of the terms' size; a few hundred of them, through a few layers and steps, stay under 2e-5.
@@ -55,6 +63,12 @@ def train(case, batches, key=None) -> Training:
             output, state = step(state, batch)
             outputs.append(output)
     return Training(jax.tree.map(np.asarray, outputs), _host(state))
+
+
+def evaluate(case, params, batch):
+    """The model's outputs for a batch, from parameters on the host."""
+    with _one_device():
+        return np.asarray(jax.jit(case.model.apply)(params, batch))
 
 
 def _plain_step(case, state, batch):

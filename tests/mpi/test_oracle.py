@@ -1,0 +1,190 @@
+"""A pipeline over several ranks equals plain JAX. Every rank runs this file, with 8 devices in all.
+
+A rank computes the plain step for itself, and each test compares on every rank.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support import cases, oracle, plans, ranks
+
+from multimesh.jax import fetch
+from multimesh.jax.flax import parallelize_eval
+
+ROWS, STEPS = 32, 2
+SIZE = jax.process_count()
+# Four layers however many stages there are, so that one plain run serves every layout.
+SPLITS = {2: [2, 2], 4: [1, 1, 1, 1]}
+
+LAYOUTS = {
+    "one device, 2 stages": cases.apart(2),
+    "one device, 4 stages": cases.apart(4),
+    "four devices": cases.wide(2),
+    "four devices, square": cases.wide(2, (2, 2)),
+    "two devices, 4 stages": cases.wide(4),
+    "one submesh": cases.on_one(2, range(4)),
+    # With 2 ranks both submeshes span both ranks; with 4, ranks {0, 2} and {1, 3}.
+    "interleaved": cases.Layout(((0, 1, 4, 5), (2, 3, 6, 7)), (4, 1)),
+    # With 4 ranks both submeshes span ranks {0, 1}, and two ranks have nothing to do.
+    "the same ranks": cases.Layout(((0, 2), (1, 3)), (2, 1)),
+    # With 4 ranks they span {0, 1} and {1, 2}.
+    "ranks that overlap": cases.Layout(((1, 2), (3, 4)), (2, 1)),
+}
+
+# Each pair of (loss, microbatches, schedule) and each pair with a layout appears about once.
+COMBINATIONS = [
+    ("mean", 1, "1f1b", "one device, 2 stages"),
+    ("sum", 2, "gpipe", "one device, 2 stages"),
+    ("weighted", 4, "1f1b", "one device, 4 stages"),
+    ("sum", 8, "1f1b", "one device, 4 stages"),
+    ("mean", 8, "gpipe", "four devices"),
+    ("weighted", 2, "1f1b", "four devices"),
+    ("sum", 4, "1f1b", "four devices, square"),
+    ("weighted", 8, "gpipe", "two devices, 4 stages"),
+    ("mean", 2, "1f1b", "two devices, 4 stages"),
+    ("weighted", 1, "1f1b", "one submesh"),
+    ("mean", 4, "1f1b", "interleaved"),
+    ("sum", 1, "gpipe", "interleaved"),
+    ("weighted", 4, "gpipe", "the same ranks"),
+    ("mean", 8, "1f1b", "ranks that overlap"),
+]
+FULL_MATRIX = [
+    (reduction, microbatches, schedule, layout)
+    for reduction in ("mean", "sum", "weighted")
+    for microbatches in (1, 2, 4, 8)
+    for schedule in ("1f1b", "gpipe")
+    for layout in LAYOUTS
+    if (reduction, microbatches, schedule, layout) not in COMBINATIONS
+]
+
+
+@functools.cache
+def _plain(reduction):
+    case = cases.mlp(SPLITS[2], reduction)
+    return oracle.train(case, case.batches(ROWS, STEPS))
+
+
+def _check(reduction, microbatches, schedule, layout):
+    layout = LAYOUTS[layout]
+    case = cases.mlp(SPLITS[len(layout.devices)], reduction)
+    step_fn, state, _ = cases.build(case, layout, ROWS, microbatches, schedule=schedule)
+    got = oracle.train_pipeline(step_fn, state, case.batches(ROWS, STEPS))
+    oracle.assert_same_training(got, _plain(reduction))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(map(str, c)))
+def test_equals_plain_jax(combination):
+    _check(*combination)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", FULL_MATRIX, ids=lambda c: "-".join(map(str, c)))
+def test_equals_plain_jax_in_every_combination(combination):
+    _check(*combination)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_model_equals_plain_jax(name):
+    case = cases.CASES[name]
+    batches = case.batches(16, STEPS)
+    step_fn, state, _ = cases.build(case, cases.wide(case.stage_count), 16, 4)
+    got = oracle.train_pipeline(step_fn, state, batches)
+    oracle.assert_same_training(got, oracle.train(case, batches))
+
+
+@pytest.mark.parametrize("name", ["ragged_3", "uneven", "metrics"])
+def test_uneven_models_equal_plain_jax(name):
+    case = cases.CASES[name]
+    batches = case.batches(16, STEPS)
+    step_fn, state, _ = cases.build(case, cases.apart(case.stage_count), 16, 4)
+    got = oracle.train_pipeline(step_fn, state, batches)
+    oracle.assert_same_training(got, oracle.train(case, batches))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted"])
+def test_local_batches_are_shares_of_the_whole(reduction):
+    case = cases.mlp(SPLITS[2], reduction)
+    layout = cases.wide(2)
+    built = cases.build(case, layout, ROWS, 2, local_batch=case.make_batch(ROWS, 0))
+    prepare = built.prepare_batch
+    readers = {jax.devices()[position].process_index for position in layout.devices[0]}
+    assert prepare.num_shares == len(readers)
+
+    batches = case.batches(ROWS * prepare.num_shares, STEPS)
+    mine = slice(prepare.share * ROWS, (prepare.share + 1) * ROWS)
+    local = [prepare({name: leaf[mine] for name, leaf in batch.items()}) for batch in batches]
+    got = oracle.train_pipeline(built.step_fn, built.train_state, local)
+    oracle.assert_same_training(got, oracle.train(case, batches))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_rows_of_different_microbatches_never_meet(schedule, microbatches):
+    case = cases.echo(4)
+    batch = case.make_batch(8, 0)
+    step_fn, state, _ = cases.build(case, cases.apart(4), 8, microbatches, schedule=schedule)
+    loss, state = step_fn(state, batch)
+    expected = np.square(batch["labels"]).sum()
+    assert loss == expected
+    for scale in jax.tree.leaves(fetch(state.params)):
+        np.testing.assert_array_equal(scale, 1 - expected / 4)
+
+
+def test_evaluation_returns_rows_in_their_order():
+    case = cases.mlp(SPLITS[2])
+    layout = cases.wide(2)
+    _, state, mesh = cases.build(case, layout, ROWS)
+    batch = case.make_batch(ROWS, 5)
+    evaluate = parallelize_eval(
+        case.model, state, mesh=mesh, global_batch=batch, num_microbatches=4
+    )
+    expected = oracle.evaluate(case, fetch(state.params), batch)
+    oracle.assert_close(np.asarray(evaluate(state, batch)), expected)
+
+
+# ---------------------------------------------------------------- what each rank holds and does
+
+
+def test_a_rank_compiles_only_its_tasks_and_only_once():
+    case, layout = cases.mlp(SPLITS[4]), cases.apart(4)
+    step_fn, state, _ = cases.build(case, layout, ROWS, 4)
+    batches = case.batches(ROWS, 3)
+    loss, state = step_fn(state, batches[0])
+    with ranks.counted_compilations() as later:
+        for batch in batches[1:]:
+            loss, state = step_fn(state, batch)
+        float(loss)
+    assert not later
+    assert plans.compilations(step_fn) == plans.local_tasks(step_fn, layout)
+    if SIZE > 1:
+        assert plans.compilations(step_fn) < len(step_fn.plan.tasks)
+
+
+def test_a_rank_holds_only_its_stages():
+    case = cases.CASES["apply_if_finite"]  # parameters and Adam's moments
+    _, state, _ = cases.build(case, cases.apart(2), ROWS)
+    held, whole = ranks.state_bytes(state)
+    assert sum(ranks.everywhere(held)) == whole
+    assert max(ranks.everywhere(held)) == (whole if SIZE == 1 else whole / 2)
+
+
+def test_messages_of_the_user_stay_apart():
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    case = cases.echo(2)
+    batch = case.make_batch(8, 0)
+    step_fn, state, _ = cases.build(case, cases.apart(2), 8, 4)
+    inbox = np.zeros(4)
+    receive = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    loss, _ = step_fn(state, batch)
+    assert loss == np.square(batch["labels"]).sum()
+    send = comm.Isend(np.full(4, comm.rank + 1.0), right, tag=3)
+    status = MPI.Status()
+    MPI.Request.Waitall([receive, send], [status, MPI.Status()])
+    assert status.Get_source() == left and status.Get_tag() == 3
+    np.testing.assert_array_equal(inbox, left + 1.0)
