@@ -1,0 +1,31 @@
+"""Starts a script on several ranks, as a user would, from a process that has no MPI."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["run_script"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Variables by which a launcher tells a process its rank; an outer job's must not leak in.
+LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+
+
+def run_script(path, ranks, timeout=60):
+    """Runs `mmrun -n RANKS python PATH` and returns the completed process.
+
+    Raises:
+      subprocess.TimeoutExpired: It took longer than `timeout` seconds.
+    """
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    environ["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))
+    command = [sys.executable, "-m", "multimesh.launch.mmrun", "-n", str(ranks)]
+    return subprocess.run(
+        [*command, sys.executable, str(path)],
+        env=environ,
+        cwd=Path(path).parent,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+    )
