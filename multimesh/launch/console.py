@@ -27,9 +27,11 @@ class Console:
 
     Attributes:
       terminal: The descriptor to show rank 0's unfinished line on, or None.
+      only_rank: The one rank whose output is still shown, or None for all.
     """
 
     terminal: int | None = None
+    only_rank: int | None = None
     _pending: dict[tuple[int, int], bytes] = field(default_factory=dict)
     _open_line: bytes = b""
 
@@ -40,6 +42,8 @@ class Console:
 
     def feed(self, rank: int, fd: int, data: bytes):
         """Takes the next bytes that a rank wrote to `OUTPUT` or `ERRORS`."""
+        if self.only_rank not in (None, rank):
+            return
         text = self._pending.get((rank, fd), b"") + data
         *lines, rest = text.split(b"\n")
         for line in lines:

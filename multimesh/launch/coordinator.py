@@ -4,6 +4,7 @@ JAX's own detection of launchers is wrong for most of them, so everything is pas
 A coordinator's port is never fixed: two jobs on one port do not fail, gRPC mixes them.
 """
 
+import os
 import secrets
 import socket
 import time
@@ -60,6 +61,7 @@ def connect_alone(timeout: float):
 
 def _initialize(address, size, rank, timeout):
     host, port = address
+    _exempt_from_proxy(host)
     jax.distributed.initialize(
         coordinator_address=f"{host}:{port}",
         num_processes=size,
@@ -105,6 +107,17 @@ def _wait_for_listener(address, timeout):
                     f"within {timeout:g} s: {exc}. Check that no firewall is between the hosts."
                 ) from exc
         time.sleep(_POLL_SECONDS)
+
+
+def _exempt_from_proxy(host):
+    """Keeps gRPC from sending the traffic between ranks to a proxy of the environment."""
+    if not {"http_proxy", "https_proxy", "grpc_proxy"} & os.environ.keys():
+        return
+    name = "no_grpc_proxy"  # gRPC reads only the small letters
+    exempt = os.environ.get(name) or os.environ.get("no_proxy")
+    os.environ[name] = f"{exempt},{host}" if exempt else host
+    # JAX warns that a proxy may make ranks wait for ever; not these.
+    jax.config.update("jax_check_proxy_envs", False)
 
 
 def _check_nonce(nonce, rank, address, timeout):

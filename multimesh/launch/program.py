@@ -36,7 +36,9 @@ def run_program(arguments: list[str], *, safe_path: bool, alone: bool):
     except BaseException as exc:
         code = failure.exit_code(exc)
         if code:
-            _report(exc)
+            text = _describe(exc)
+            if alone or not wire.notify(wire.Kind.FAILING, {"code": code, "traceback": text}):
+                sys.stderr.write(text)
             sys.exit(code) if alone else failure.leave(code)
     wire.notify(wire.Kind.FINISHED)
 
@@ -79,19 +81,15 @@ def _run_as_main(code, attributes):
     exec(code, main.__dict__)
 
 
-def _report(exc):
-    """Shows the exception: through mmrun, so that it comes last, or else on standard error."""
+def _describe(exc) -> str:
+    """What to show of an exception; empty if the program's own hook has shown it."""
     if isinstance(exc, SystemExit):
-        if not isinstance(exc.code, int):
-            print(exc.code, file=sys.stderr)
-        return
+        return "" if isinstance(exc.code, int) else f"{exc.code}\n"
     failure.give_way_to_first(exc)
     hook = sys.excepthook
     if isinstance(hook, failure.JobEndingHook):
         hook = hook.previous
     if hook is not sys.__excepthook__:
         hook(type(exc), exc, exc.__traceback__)
-        return
-    text = failure.format_exception(exc, _OWN_FILES)
-    if not wire.notify(wire.Kind.TRACEBACK, text):
-        sys.stderr.write(text)
+        return ""
+    return failure.format_exception(exc, _OWN_FILES)

@@ -113,11 +113,15 @@ class Supervisor:
             self._selector.register(fd, selectors.EVENT_READ)
         try:
             self._send(wire.Kind.HELLO, {"host": socket.gethostname()})
-            self._pump()
-            status = self._status
-            killed_by = -status if status < 0 else None
-            code = 128 + killed_by if killed_by else status
-            self._send(wire.Kind.EXIT, {"code": code, "signal": killed_by})
+            while self._status is None:
+                self._pump(None)
+            # Said before the rest of the output is read: other ranks notice the loss too, and
+            # this is the one to be reported.
+            self._send(wire.Kind.EXIT, {"code": self._exit_code(), "signal": max(0, -self._status)})
+            deadline = time.monotonic() + _DRAIN_SECONDS
+            while self._readers and time.monotonic() < deadline:
+                self._pump(_DRAIN_SECONDS)
+            code = self._exit_code()
         except OSError:  # mmrun is gone or has closed the connection: the job is over
             code = 1
         if code:
@@ -136,14 +140,12 @@ class Supervisor:
         self._selector.register(read_end, selectors.EVENT_READ)
         self._collect_child()  # it may have ended before there was a handler
 
-    def _pump(self):
-        deadline = None
-        while self._status is None or (self._readers and time.monotonic() < deadline):
-            timeout = None if deadline is None else max(0, deadline - time.monotonic())
-            for key, _ in self._selector.select(timeout):
-                self._handle(key.fileobj)
-            if self._status is not None and deadline is None:
-                deadline = time.monotonic() + _DRAIN_SECONDS
+    def _exit_code(self):
+        return 128 - self._status if self._status < 0 else self._status
+
+    def _pump(self, timeout):
+        for key, _ in self._selector.select(timeout):
+            self._handle(key.fileobj)
 
     def _handle(self, source):
         if source is self._connection:

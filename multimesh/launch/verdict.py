@@ -22,11 +22,13 @@ class Failure:
       rank: The rank that failed, or None if it was none of them.
       reason: What happened, to be read after "mmrun: ".
       exit_code: The exit code of the job, never 0.
+      traceback: The exception that ended the rank, or "".
     """
 
     rank: int | None
     reason: str
     exit_code: int
+    traceback: str = ""
 
 
 @dataclass
@@ -35,7 +37,6 @@ class _Rank:
     has_joined: bool = False
     has_finished: bool = False  # the program ran to its end
     is_gone: bool = False
-    traceback: bytes = b""
 
 
 @dataclass
@@ -66,8 +67,8 @@ class Verdict:
                 rank.host = message.json()["host"]
             case Kind.JOINING:
                 self._join(rank, message.json()["timeout"])
-            case Kind.TRACEBACK:
-                rank.traceback = message.payload
+            case Kind.FAILING:
+                self._judge(message.rank, rank, **message.json())
             case Kind.FINISHED:
                 rank.has_finished = True
             case Kind.EXIT:
@@ -80,10 +81,10 @@ class Verdict:
             host = self._ranks[rank].host
             self.fail(rank, f"rank {rank} on {host} vanished without saying how it ended", 1)
 
-    def fail(self, rank: int | None, reason: str, exit_code: int):
+    def fail(self, rank: int | None, reason: str, exit_code: int, traceback: str = ""):
         """Records a failure, if it is the first."""
         if self.failure is None:
-            self.failure = Failure(rank, reason, exit_code)
+            self.failure = Failure(rank, reason, exit_code, traceback)
 
     def check_join(self):
         """Fails if the time for all ranks to call `init` is over."""
@@ -105,12 +106,6 @@ class Verdict:
             code = mpiexec_code if 0 < mpiexec_code < 256 else 1
             self.fail(None, f"mpiexec ended with code {mpiexec_code}; no word of {unheard}", code)
 
-    def traceback_of_failure(self) -> bytes:
-        """The traceback of the rank that failed first; empty if it left none."""
-        if self.failure is None or self.failure.rank is None:
-            return b""
-        return self._ranks[self.failure.rank].traceback
-
     def _join(self, rank, timeout):
         rank.has_joined = True
         if all(state.has_joined for state in self._ranks.values()):
@@ -119,14 +114,14 @@ class Verdict:
             self._join_timeout = timeout
             self.join_deadline = time.monotonic() + timeout
 
-    def _judge(self, number, rank, *, code, signal: int | None):
+    def _judge(self, number, rank, *, code, signal=0, traceback=""):
         place = f"rank {number} on {rank.host}"
         if signal:
             self.fail(
                 number, f"{place} was killed by {_signal_name(signal)}: exit code {code}", code
             )
         elif code:
-            self.fail(number, f"{place} failed with exit code {code}", code)
+            self.fail(number, f"{place} failed with exit code {code}", code, traceback)
         elif not rank.has_finished:
             self.fail(number, f"{place} left with exit code 0 before its program had ended", 1)
 

@@ -23,6 +23,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUTS = {wire.Kind.OUTPUT: consoles.OUTPUT, wire.Kind.ERRORS: consoles.ERRORS}
 # Ranks end when mmrun closes their connections, and mpiexec with them. If not, it is told so.
 _TERMINATE_AFTER, _KILL_AFTER = 1.0, 5.0
+# How long the rank that failed may take to send the rest of its output.
+_LAST_WORDS = 1.0
 
 
 class Job:
@@ -36,7 +38,8 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._parsers: dict[socket.socket, wire.Parser] = {}
         self._ranks: dict[socket.socket, int] = {}  # the supervisors' connections
-        self._stopping_since: float | None = None
+        self._failed_at: float | None = None
+        self._stopped_at: float | None = None
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Starts the job and follows it to its end.
@@ -89,31 +92,36 @@ class Job:
                 if key.fd in self._selector.get_map():
                     key.data(key.fileobj)
             self._verdict.check_join()
-            if self._verdict.failure and self._stopping_since is None:
-                self._stop()
-            if self._stopping_since is not None:
-                self._insist(mpiexec)
+            if self._verdict.failure:
+                self._end(mpiexec)
         self._drain()
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without having heard anything."""
-        if self._stopping_since is not None:
-            return 0.1
+        if self._verdict.failure:
+            return 0.05
         if self._verdict.join_deadline is not None:
             return max(0.0, self._verdict.join_deadline - time.monotonic())
         return None
 
-    def _stop(self):
-        """Ends the ranks, after a last look at what they have already said."""
-        self._stopping_since = time.monotonic()
-        self._drain()
-        for connection in list(self._parsers):
-            self._close(connection)
-        self._selector.unregister(self._listener)
-        self._listener.close()
-
-    def _insist(self, mpiexec):
-        waited = time.monotonic() - self._stopping_since
+    def _end(self, mpiexec):
+        """Ends a job that has failed, one step each time that it is called."""
+        now = time.monotonic()
+        if self._failed_at is None:
+            self._failed_at = now
+            # What the others have written until now is shown; not their echo of the failure.
+            self._drain()
+            self._console.only_rank = self._verdict.failure.rank
+        is_talking = self._verdict.failure.rank in self._ranks.values()
+        if self._stopped_at is None:
+            if is_talking and now < self._failed_at + _LAST_WORDS:
+                return
+            self._stopped_at = now
+            for connection in list(self._parsers):
+                self._close(connection)
+            self._selector.unregister(self._listener)
+            self._listener.close()
+        waited = now - self._stopped_at
         if waited > _KILL_AFTER:
             mpiexec.kill()
         elif waited > _TERMINATE_AFTER:
@@ -199,8 +207,7 @@ class Job:
         failure = self._verdict.failure
         if failure is None:
             return 0
-        traceback = self._verdict.traceback_of_failure()
-        if traceback:
-            self._console.show(failure.rank, traceback)
+        if failure.traceback:
+            self._console.show(failure.rank, failure.traceback.encode())
         self._console.say(f"mmrun: {failure.reason}")
         return failure.exit_code

@@ -30,9 +30,9 @@ class Kind(enum.IntEnum):
     OUTPUT = 2  # bytes of the rank's standard output
     ERRORS = 3  # bytes of the rank's standard error
     JOINING = 4  # JSON {timeout}: the rank called init and waits for the others
-    TRACEBACK = 5  # text of the exception that ends the rank
+    FAILING = 5  # JSON {code, traceback}: an exception is about to end the rank
     FINISHED = 6  # the program ran to its end
-    EXIT = 7  # JSON {code, signal}: the rank's process is gone; the supervisor's last message
+    EXIT = 7  # JSON {code, signal}: the rank's process is gone; the rest of its output follows
 
 
 @dataclass(frozen=True)
