@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from multimesh.errors import UsageError
 from multimesh.transport.base import Layout
 from multimesh.transport.exchange import Exchange
+from multimesh.transport.upload import uploads
 
 __all__ = ["Assembly", "Copy", "ShardFinder"]
 
@@ -69,13 +70,11 @@ class Copy:
 
     value: int
     source: jax.Device
-    destination: jax.Device | Sharding
+    destination: Sharding
 
 
 class Assembly:
     """Makes global arrays of a rank's arrivals and copies.
-
-    All buffers of a bundle become arrays in one call to JAX, since most of its price is per call.
 
     Args:
       exchange: The rank's part of the transfer.
@@ -86,54 +85,62 @@ class Assembly:
         self._targets = targets
         self._single = [len(layout.sharding.device_set) == 1 for layout in targets]
         arrivals = [
-            (number, arrival.value, device)
+            (number, arrival, device)
             for number, arrival in enumerate(exchange.arrivals)
             for device in arrival.block.devices
         ]
+        self._arrivals = [number for number, _, _ in arrivals]
+        self._uploads = uploads(
+            [jax.ShapeDtypeStruct(arrival.shape, arrival.dtype) for _, arrival, _ in arrivals],
+            [self._destination(arrival.value, device) for _, arrival, device in arrivals],
+        )
         copies = [
             (value, piece.source, device)
             for value, piece in exchange.copies
             for device in piece.target.devices
         ]
-        self._arrivals = [number for number, _, _ in arrivals]
-        self._destinations = [self._destination(value, device) for _, value, device in arrivals]
         self.copies = [Copy(v, source, self._destination(v, to)) for v, source, to in copies]
-        slots = {(value, device): slot for slot, (_, value, device) in enumerate(arrivals)}
-        for slot, (value, _, device) in enumerate(copies, start=len(arrivals)):
-            slots[value, device] = slot
-        self._slots = [
-            [
-                slots[value, device]
-                for device in layout.sharding.devices_indices_map(layout.shape)
-                if (value, device) in slots
-            ]
-            for value, layout in enumerate(targets)
-        ]
+        order = [i for upload in self._uploads for i in upload.indices]
+        uploaded = [(arrivals[i][1].value, arrivals[i][2]) for i in order]
+        self._slots = self._order(uploaded + [(value, device) for value, _, device in copies])
 
     def arrays(self, arrived: Sequence[np.ndarray], copied: Sequence[jax.Array]) -> list[jax.Array]:
         """Assembles the bundle.
 
         Args:
-          arrived: One host array for each arrival of the exchange. JAX reads them in place, so
+          arrived: One host array for each arrival of the exchange. JAX may read them in place, so
             they must not change until their last view is gone.
           copied: What became of `copies`.
 
         Returns:
           One global array for each target.
         """
-        placed = jax.device_put(
-            [arrived[number] for number in self._arrivals], self._destinations, may_alias=True
-        )
-        placed += copied
+        shards: list[jax.Array] = []
+        for upload in self._uploads:
+            shards += upload.call([arrived[self._arrivals[i]] for i in upload.indices])
+        shards += copied
         return [
-            placed[slots[0]]
+            shards[slots[0]]
             if single and slots
             else jax.make_array_from_single_device_arrays(
-                layout.shape, layout.sharding, [placed[slot] for slot in slots], dtype=layout.dtype
+                layout.shape, layout.sharding, [shards[slot] for slot in slots], dtype=layout.dtype
             )
             for layout, single, slots in zip(self._targets, self._single, self._slots, strict=True)
         ]
 
-    def _destination(self, value: int, device: jax.Device) -> jax.Device | Sharding:
+    def _order(self, shards: Sequence[tuple[int, jax.Device]]) -> list[list[int]]:
+        """For each target, the positions of its shards in a list of (value, device)."""
+        slots = {shard: slot for slot, shard in enumerate(shards)}
+        return [
+            [
+                slots[value, device]
+                for device in layout.sharding.devices_indices_map(layout.shape)
+                if (value, device) in slots
+            ]
+            for value, layout in enumerate(self._targets)
+        ]
+
+    def _destination(self, value: int, device: jax.Device) -> Sharding:
         """A value on a single device gets its sharding at once, and needs no assembly."""
-        return self._targets[value].sharding if self._single[value] else device
+        sharding = self._targets[value].sharding
+        return sharding if self._single[value] else SingleDeviceSharding(device)
