@@ -16,7 +16,8 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
-from multimesh.jax import Weighted, fetch
+import multimesh.jax
+from multimesh.jax import Weighted
 
 __all__ = [
     "assert_close",
@@ -36,9 +37,16 @@ ATOL = 2e-6
 
 @dataclass(frozen=True)
 class Training:
-    """Outcome of some steps: what each step returned, and the state after the last."""
+    """Outcome of some steps, on the host.
+
+    Attributes:
+      outputs: What each step returned.
+      update: What the first step added to the parameters: the gradient, under SGD.
+      state: The state after the last step.
+    """
 
     outputs: list
+    update: Any
     state: Any
 
 
@@ -55,20 +63,37 @@ def train(case, batches, key=None) -> Training:
     """Trains a case in plain JAX, one step for each batch."""
     key = jax.random.key(42) if key is None else key
     with _one_device():
-        params = jax.jit(case.model.init)(key, batches[0])
-        state = TrainState.create(apply_fn=case.model.apply, params=params, tx=case.optimizer)
-        step = jax.jit(functools.partial(_plain_step, case))
-        outputs = []
-        for batch in batches:
-            output, state = step(state, batch)
-            outputs.append(output)
-    return Training(jax.tree.map(np.asarray, outputs), _host(state))
+        state = jax.jit(functools.partial(_initial_state, case))(key, batches[0])
+        return _train(jax.jit(functools.partial(_plain_step, case)), state, batches, fetch=_host)
+
+
+def train_pipeline(step_fn, state, batches) -> Training:
+    """Runs a built step once for each batch."""
+    return _train(step_fn, state, batches, fetch=lambda tree: _host(multimesh.jax.fetch(tree)))
+
+
+def _train(step, state, batches, fetch):
+    before = fetch(state.params)
+    outputs = []
+    for batch in batches:
+        output, state = step(state, batch)
+        outputs.append(_host(output))
+        if len(outputs) == 1:
+            update = jax.tree.map(np.subtract, fetch(state.params), before)
+    return Training(outputs, update, fetch(state))
 
 
 def evaluate(case, params, batch):
     """The model's outputs for a batch, from parameters on the host."""
     with _one_device():
         return np.asarray(jax.jit(case.model.apply)(params, batch))
+
+
+def _initial_state(case, key, batch):
+    params = case.model.init(key, batch)
+    state = TrainState.create(apply_fn=case.model.apply, params=params, tx=case.optimizer)
+    # A Python 0 would be compiled for apart from the int32 counters of later steps.
+    return state.replace(step=np.int32(0))
 
 
 def _plain_step(case, state, batch):
@@ -94,19 +119,11 @@ def _host(tree):
     return jax.tree.map(np.asarray, nn.unbox(tree))
 
 
-def train_pipeline(step_fn, state, batches) -> Training:
-    """Runs a built step once for each batch."""
-    outputs = []
-    for batch in batches:
-        output, state = step_fn(state, batch)
-        outputs.append(jax.tree.map(np.asarray, output))
-    return Training(outputs, _host(fetch(state)))
-
-
 def assert_same_training(got: Training, expected: Training):
     """Every step's outputs and every leaf of the state agree to float32 tolerance."""
     for step, (ours, theirs) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
         assert_tree_close(ours, theirs, f"output of step {step}")
+    assert_tree_close(got.update, expected.update, "first update")
     assert_tree_close(got.state, expected.state, "state")
 
 
