@@ -149,8 +149,8 @@ def test_evaluation_returns_rows_in_their_order():
 
 
 def test_a_rank_compiles_only_its_tasks_and_only_once():
-    case, layout = cases.mlp(SPLITS[4]), cases.apart(4)
-    step_fn, state, _ = cases.build(case, layout, ROWS, 4)
+    case = cases.mlp(SPLITS[4])
+    step_fn, state, _ = cases.build(case, cases.apart(4), ROWS, 4)
     batches = case.batches(ROWS, 3)
     loss, state = step_fn(state, batches[0])
     with ranks.counted_compilations() as later:
@@ -158,7 +158,7 @@ def test_a_rank_compiles_only_its_tasks_and_only_once():
             loss, state = step_fn(state, batch)
         float(loss)
     assert not later
-    assert plans.compilations(step_fn) == plans.local_tasks(step_fn, layout)
+    assert plans.compilations(step_fn) == plans.local_tasks(step_fn)
     if SIZE > 1:
         assert plans.compilations(step_fn) < len(step_fn.plan.tasks)
 

@@ -39,19 +39,20 @@ def update_rounds(step_fn):
 
 
 def loop_values(step_fn):
-    """Shape of every value that crosses submeshes once for each microbatch."""
-    return _shapes(step_fn, {"loop"})
+    """Shape of every value that crosses submeshes once for each of several microbatches."""
+    return _shapes(bundle for bundle in step_fn.plan.bundles if len(bundle.microbatches) > 1)
 
 
 def moved_values(step_fn):
     """Shape of every value that crosses submeshes at all."""
-    return _shapes(step_fn, {"before", "loop", "after"})
+    return _shapes(step_fn.plan.bundles)
 
 
-def local_tasks(step_fn, layout):
+def local_tasks(step_fn):
     """The number of tasks that run on a device of this process."""
-    local = {jax.devices().index(device) for device in jax.local_devices()}
-    return sum(bool(local & set(layout.devices[t.submesh])) for t in step_fn.plan.tasks)
+    submeshes = step_fn.plan.cut.submeshes
+    me = jax.process_index()
+    return sum(me in submeshes[task.submesh].processes for task in step_fn.plan.tasks)
 
 
 def compilations(step_fn):
@@ -69,5 +70,5 @@ def _label(task):
     return f"{phases}{task.submesh}"
 
 
-def _shapes(step_fn, sections):
-    return [t.value.shape for t in step_fn.plan.transfers if t.section in sections]
+def _shapes(bundles):
+    return [var.aval.shape for bundle in bundles for var in bundle.vars]
