@@ -170,10 +170,10 @@ def trained():
 
 
 WRONG_LEAVES = {
-    "features": ("inputs", lambda x: np.zeros((ROWS, 17), np.float32), ("(16, 17)", "(16, 16)")),
-    "rank": ("inputs", lambda x: x[..., None], ("(16, 16, 1)", "(16, 16)")),
+    "features": ("inputs", lambda x: np.zeros((ROWS, 17), np.float32), ("16, 17", "16, 16")),
+    "rank": ("inputs", lambda x: x[..., None], ("16, 16, 1", "16, 16")),
     "rows of one leaf": ("labels", lambda x: x[:12], ("12", "16")),
-    "no rows": ("labels", lambda x: x[0], ("()", "(16,)")),
+    "no rows": ("labels", lambda x: x[0], ("16",)),
     "dtype": ("labels", lambda x: x.astype(np.float32), ("float32", "int32")),
     "complex": ("inputs", lambda x: x.astype(np.complex64), ("complex64", "float32")),
     "text": ("inputs", lambda x: x.astype(str), ("inputs",)),
