@@ -6,7 +6,9 @@ elsewhere, and a rank that fails ends the job anyway.
 """
 
 import atexit
+import opcode
 import sys
+import threading
 import time
 
 from multimesh.launch import failure
@@ -48,24 +50,23 @@ class _ExitWatch:
 
     def __init__(self):
         self._exit = sys.exit
-        self._last: SystemExit | None = None
+        self._code = 0
         self._outermost = None
 
     def __call__(self, status=None, /):
-        self._outermost = sys._getframe()
-        while self._outermost.f_back is not None:
-            self._outermost = self._outermost.f_back
-        try:
-            self._exit(status)
-        except SystemExit as exc:
-            self._last = exc
-            raise
+        # In another thread, sys.exit ends that thread only.
+        if threading.current_thread() is threading.main_thread():
+            self._code = failure.exit_code(SystemExit(status))
+            self._outermost = sys._getframe()
+            while self._outermost.f_back is not None:
+                self._outermost = self._outermost.f_back
+        self._exit(status)
 
     def code(self) -> int:
         """The code that `sys.exit` ends this program with; 0 if it does not."""
-        trace = self._last.__traceback__ if self._last else None
-        if trace is None or trace.tb_frame is not self._outermost:
-            return 0  # caught on its way
-        # The outermost frame saw it. Unless it was caught there, that frame did nothing since.
-        is_uncaught = trace.tb_frame.f_lasti == trace.tb_lasti
-        return failure.exit_code(self._last) if is_uncaught else 0
+        if self._outermost is None:
+            return 0
+        # If something caught the SystemExit, the program went on and its outermost frame ended
+        # with a return; otherwise the frame was left in the middle.
+        last = self._outermost.f_code.co_code[self._outermost.f_lasti]
+        return 0 if opcode.opname[last].startswith("RETURN") else self._code
