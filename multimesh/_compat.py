@@ -1,5 +1,6 @@
 """The only file that touches what JAX does not promise to keep: one small function per need."""
 
+import re
 from typing import Any
 
 from jax.extend import core
@@ -44,3 +45,12 @@ def new_jaxpr(constvars, invars, outvars, eqns, name: str) -> core.Jaxpr:
         "jit", name, tuple(f"x{i}" for i in range(len(invars))), ("",) * len(outvars)
     )
     return core.Jaxpr(constvars, invars, outvars, eqns, effects, info)
+
+
+def unknown_axis(error: ValueError) -> str | None:
+    """Returns the axis that a sharding constraint names and the mesh lacks.
+
+    JAX has no exception type of its own for this; the wording is the only sign.
+    """
+    found = re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error))
+    return found.group(1) if found else None

@@ -93,6 +93,7 @@ class Shardings:
         *,
         argument_names: dict[core.Var, str],
         same_as: dict[core.Var, core.Var],
+        fixed: dict[core.Var, NamedSharding],
         rows: int,
         batch_axis: str,
     ):
@@ -103,11 +104,13 @@ class Shardings:
           submeshes: All submeshes.
           argument_names: Names of arguments for errors.
           same_as: State that lies as another argument does: optimizer state as its parameter.
+          fixed: The shardings of arguments that exist already.
           rows: The rows of one microbatch, over all shares.
           batch_axis: The logical name of the batch dimension.
         """
         self.submeshes = submeshes
         self.names = argument_names
+        self.fixed = fixed
         self.rows = rows
         self.batch_axis = batch_axis
         self.notices: set[str] = set()
@@ -158,6 +161,8 @@ class Shardings:
           RegistryError: A state argument's dimension does not divide by the devices of its axis.
         """
         place = self.submeshes[submesh]
+        if var in self.fixed and self.fixed[var].mesh == place.mesh:
+            return self.fixed[var]
         if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended) and not var.aval.shape:
             return NamedSharding(place.mesh, PartitionSpec())
         spec, label = self.specs.get(var, (None, None))

@@ -7,19 +7,21 @@ in the backward pass too.
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from flax import linen as nn
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
+from multimesh._compat import unknown_axis
 from multimesh.errors import UsageError
 
-__all__ = ["logical_axis_names", "logical_context", "trace"]
+__all__ = ["logical_axis_names", "shapes", "trace"]
 
 
 def logical_axis_names(tasks: Iterable, extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns every axis name that a model may use, sorted.
+    """Returns every axis name that is known before tracing, sorted.
 
     Args:
       tasks: The registered tasks.
@@ -32,23 +34,13 @@ def logical_axis_names(tasks: Iterable, extra: Sequence[str] = ()) -> tuple[str,
     return tuple(sorted(names))
 
 
-@contextlib.contextmanager
-def logical_context(names: Sequence[str]):
-    """Makes logical axis names known to `with_sharding_constraint` and to Flax."""
-    mesh = AbstractMesh((1,) * len(names), tuple(names))
-    # Flax's own logical constraints trace to nothing without rules: each name stands for itself.
-    rules = [(name, name) for name in names]
-    with jax.sharding.use_abstract_mesh(mesh), nn.logical_axis_rules(rules):
-        yield
-
-
 def trace(function: Callable, args: Sequence, names: Sequence[str]) -> core.ClosedJaxpr:
     """Traces a function of pytrees.
 
     Args:
       function: Takes `args`; returns a pytree.
       args: Pytrees of `jax.ShapeDtypeStruct`.
-      names: The logical axis names.
+      names: The logical axis names that are known.
 
     Returns:
       The jaxpr over the flattened arguments and results.
@@ -56,16 +48,44 @@ def trace(function: Callable, args: Sequence, names: Sequence[str]) -> core.Clos
     Raises:
       UsageError: The model uses `shard_map`.
     """
-    with logical_context(names):
-        try:
-            closed = jax.make_jaxpr(function)(*args)
-        except ValueError as exc:
-            if "shard_map" in str(exc):
-                raise _shard_map_error(str(exc)) from exc
-            raise
+    closed = _under_logical_axes(lambda: jax.make_jaxpr(function)(*args), names)
     if any("shard_map" in eqn.primitive.name for eqn in _all_equations(closed.jaxpr)):
         raise _shard_map_error("a shard_map equation")
     return closed
+
+
+def shapes(function: Callable, args: Sequence, names: Sequence[str]) -> Any:
+    """Like `jax.eval_shape`, for a function that names logical axes."""
+    return _under_logical_axes(lambda: jax.eval_shape(function, *args), names)
+
+
+def _under_logical_axes(run: Callable, names: Sequence[str]) -> Any:
+    """Runs a trace; a logical name that nothing maps is added, and so replicated.
+
+    The names that a callback maps are not known before the model's scopes are.
+    """
+    names = list(names)
+    while True:
+        try:
+            with _logical_context(names):
+                return run()
+        except ValueError as exc:
+            if "shard_map" in str(exc):
+                raise _shard_map_error(str(exc)) from exc
+            missing = unknown_axis(exc)
+            if missing is None or missing in names:
+                raise
+            names.append(missing)
+
+
+@contextlib.contextmanager
+def _logical_context(names: Sequence[str]):
+    """Makes logical axis names known to `with_sharding_constraint` and to Flax."""
+    mesh = AbstractMesh((1,) * len(names), tuple(names))
+    # Flax's own logical constraints trace to nothing without rules: each name stands for itself.
+    rules = [(name, name) for name in names]
+    with jax.sharding.use_abstract_mesh(mesh), nn.logical_axis_rules(rules):
+        yield
 
 
 def _shard_map_error(detail: str) -> UsageError:

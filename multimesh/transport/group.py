@@ -18,6 +18,11 @@ class LocalGroup:
         """Returns the one object, in a list."""
         return [obj]
 
+    def gather(self, obj: Any, root: int) -> list[Any] | None:
+        """Returns the one object, in a list."""
+        del root
+        return [obj]
+
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """Returns the object."""
         del root
@@ -48,6 +53,11 @@ class MpiGroup:
         """Returns the objects of all ranks, in order of rank; they travel pickled."""
         self.barrier()
         return self._communicator.allgather(obj)
+
+    def gather(self, obj: Any, root: int) -> list[Any] | None:
+        """Returns the objects of all ranks on rank `root`, None elsewhere; they travel pickled."""
+        self.barrier()
+        return self._communicator.gather(obj, root)
 
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """Returns the object that rank `root` gave; it travels pickled."""

@@ -1,0 +1,6 @@
+"""Pipeline-parallel steps for Flax models."""
+
+from multimesh.jax.flax._eval import parallelize_eval
+from multimesh.jax.flax._train import GlobalStep, LocalStep, parallelize_step
+
+__all__ = ["GlobalStep", "LocalStep", "parallelize_eval", "parallelize_step"]

@@ -1,0 +1,321 @@
+"""Places host batches on the devices that read them, one array for each microbatch.
+
+A batch is given whole on every rank (`global_batch`), or each process gives its share
+(`local_batch`). Microbatch k is made of the k-th slice of every share. Nothing of a batch moves
+between ranks during a step: each leaf is placed on every submesh that reads it.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from multimesh.errors import BatchError, RankMismatchError, UsageError
+from multimesh.stages.cut import CutStep
+from multimesh.stages.shardings import Submesh, resolve_spec
+from multimesh.transport import Group
+
+__all__ = ["BatchSpec", "Placer", "PlacedBatch", "Shares", "find_shares"]
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """The structure of the batches that one rank gives.
+
+    Attributes:
+      tree: The pytree structure.
+      names: A name of each leaf, for errors.
+      shapes: The shape of each leaf, rows first.
+      dtypes: The dtype of each leaf, as JAX canonicalises it.
+      rows: How many rows there are.
+    """
+
+    tree: Any
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+    rows: int
+
+    @classmethod
+    def of(cls, batch: Any, argument: str) -> "BatchSpec":
+        """Reads the structure of an example batch.
+
+        Args:
+          batch: A pytree of arrays; every leaf has the same number of rows.
+          argument: The name of the argument, for errors.
+
+        Raises:
+          BatchError: There is no leaf, a leaf has no rows, or the leaves differ in rows.
+        """
+        paths, tree = jax.tree_util.tree_flatten_with_path(batch)
+        names = tuple(argument + jax.tree_util.keystr(path) for path, _ in paths)
+        if not paths:
+            raise BatchError(f"{argument} must hold at least one array. Got {batch!r}.")
+        leaves = [host_array(leaf, name) for name, (_, leaf) in zip(names, paths, strict=True)]
+        for name, leaf in zip(names, leaves, strict=True):
+            if leaf.ndim == 0:
+                raise BatchError(f"{name} has no rows: its shape is {leaf.shape}.")
+        rows = {name: leaf.shape[0] for name, leaf in zip(names, leaves, strict=True)}
+        if len(set(rows.values())) > 1:
+            raise BatchError(
+                "Every leaf of a batch must have the same number of rows (dimension 0). "
+                f"Got {rows}."
+            )
+        return cls(
+            tree,
+            names,
+            tuple(leaf.shape for leaf in leaves),
+            tuple(jax.dtypes.canonicalize_dtype(leaf.dtype) for leaf in leaves),
+            leaves[0].shape[0],
+        )
+
+    def flatten(self, batch: Any) -> list[np.ndarray]:
+        """Checks a batch against the structure.
+
+        Returns:
+          Its leaves as host arrays of the expected dtypes.
+
+        Raises:
+          BatchError: The tree, a shape or a dtype differs; the message names the leaf.
+        """
+        leaves, tree = jax.tree.flatten(batch)
+        if tree != self.tree:
+            raise BatchError(
+                f"The batch must have the tree of the example batch, {self.tree}. Got {tree}."
+            )
+        arrays = [host_array(leaf, name) for leaf, name in zip(leaves, self.names, strict=True)]
+        for name, array, shape, dtype in zip(
+            self.names, arrays, self.shapes, self.dtypes, strict=True
+        ):
+            got = jax.dtypes.canonicalize_dtype(array.dtype)
+            if array.shape != shape or got != dtype:
+                raise BatchError(
+                    f"{name} must be {dtype}{list(shape)}, as in the example batch. "
+                    f"Got {got}{list(array.shape)}."
+                )
+        return [
+            array.astype(dtype, copy=False) for array, dtype in zip(arrays, self.dtypes, strict=True)
+        ]
+
+
+def host_array(leaf: Any, name: str) -> np.ndarray:
+    """Converts a batch leaf to NumPy.
+
+    Raises:
+      BatchError: The leaf is no array of numbers, or lies on other processes.
+    """
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise BatchError(
+            f"{name} is spread over several processes. Give host arrays (NumPy), or arrays of "
+            "this process: multimesh places the batch itself."
+        )
+    try:
+        array = np.asarray(leaf)
+    except Exception as exc:
+        raise BatchError(f"{name} must be an array. Got {type(leaf).__name__}: {exc}") from exc
+    if array.dtype == object or array.dtype.kind in "USM":
+        raise BatchError(f"{name} must be an array of numbers. Got {array.dtype} ({leaf!r:.60}).")
+    return array
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the batch is divided over processes.
+
+    Attributes:
+      count: The number of shares.
+      of_rank: The share that each rank gives.
+    """
+
+    count: int
+    of_rank: tuple[int, ...]
+
+
+def find_shares(cut: CutStep, ranks: int, batch_axis: str) -> Shares:
+    """Finds the shares: the processes that the batch axis of the first reading stage spans.
+
+    Args:
+      cut: The cut step.
+      ranks: The number of processes.
+      batch_axis: The logical name of the rows.
+
+    Raises:
+      UsageError: The batch axis is spread over processes irregularly.
+    """
+    sliced = {entry.inner for entry in cut.step.slices}
+    readers = [task.submesh for task in cut.tasks if sliced & set(task.inputs)]
+    place = cut.submeshes[min(readers, default=0)]
+    groups = _process_groups(place, batch_axis)
+    of_rank = [next((i for i, g in enumerate(groups) if rank in g), -1) for rank in range(ranks)]
+    for other in cut.submeshes:
+        processes = other.processes
+        for position, rank in enumerate(processes):
+            if of_rank[rank] < 0:
+                of_rank[rank] = position * len(groups) // len(processes)
+    return Shares(len(groups), tuple(max(share, 0) for share in of_rank))
+
+
+def _process_groups(place: Submesh, batch_axis: str) -> list[set[int]]:
+    """The processes of each share of a submesh, in order of rows."""
+    ((axes),) = resolve_spec((batch_axis,), place.axes)
+    names = list(place.mesh.axis_names)
+    devices = np.moveaxis(place.mesh.devices, [names.index(axis) for axis in axes], range(len(axes)))
+    parts = devices.reshape(int(np.prod(devices.shape[: len(axes)], initial=1)), -1)
+    owners = [{device.process_index for device in part} for part in parts]
+    groups = [owner for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
+    regular = len({owners.count(group) for group in groups}) == 1
+    disjoint = sum(map(len, groups)) == len(set().union(*groups))
+    if not (regular and disjoint):
+        raise UsageError(
+            f"The batch axis of the submesh {place.task_mesh.devices} is spread over processes "
+            f"unevenly: the devices along it belong to processes {owners}. Order the devices of "
+            "the TaskMesh by process, with equally many for each."
+        )
+    return groups
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """A batch on the devices that read it; made by `prepare_batch`, taken by `step_fn`.
+
+    Attributes:
+      arrays: By slice variable, submesh and microbatch.
+      owner: The step that it was prepared for.
+    """
+
+    arrays: dict[tuple[core.Var, int, int], jax.Array]
+    owner: Any
+
+    def __repr__(self) -> str:
+        return f"PlacedBatch({len(self.arrays)} arrays)"
+
+
+class Placer:
+    """Places batches for one step."""
+
+    def __init__(self, cut: CutStep, first: int, spec: BatchSpec, shares: Shares, group: Group):
+        """Finds out which rows each local device needs.
+
+        Args:
+          cut: The cut step.
+          first: The position of the first batch leaf among the step's arguments.
+          spec: The structure of what each rank gives.
+          shares: How the rows are divided over ranks.
+          group: The control plane.
+        """
+        self.cut = cut
+        self.spec = spec
+        self.shares = shares
+        self.group = group
+        self.share = shares.of_rank[group.rank]
+        self.microbatches = cut.step.microbatches
+        self.local_rows = spec.rows // self.microbatches
+        self.checked = False
+        self.leaf_of = {
+            entry.inner: cut.step.arguments.index(entry.whole) - first
+            for entry in cut.step.slices
+        }
+        self.reads = self._reads()
+        # Decided from the plan, so that every rank exchanges shares or none does.
+        self.exchanges = shares.count > 1 and any(
+            self._foreign(var, submesh, device)
+            for var, submesh in self._all_reads()
+            for device in cut.submeshes[submesh].mesh.devices.flat
+        )
+
+    def _all_reads(self) -> list[tuple[core.Var, int]]:
+        return list(
+            dict.fromkeys(
+                (var, task.submesh)
+                for task in self.cut.tasks
+                for var in task.inputs
+                if var in self.leaf_of
+            )
+        )
+
+    def _reads(self) -> list[tuple]:
+        """(variable, submesh, sharding, [(local device, index into the microbatch)])."""
+        found = []
+        for var, submesh in self._all_reads():
+            sharding = self.cut.shardings.of(var, submesh)
+            indices = sharding.addressable_devices_indices_map(var.aval.shape)
+            if indices:
+                found.append((var, submesh, sharding, list(indices.items())))
+        return found
+
+    def _foreign(self, var: core.Var, submesh: int, device: jax.Device) -> bool:
+        """Whether a device needs rows that another share holds."""
+        sharding = self.cut.shardings.of(var, submesh)
+        index = sharding.devices_indices_map(var.aval.shape)[device]
+        start, stop, _ = index[0].indices(var.aval.shape[0])
+        share = self.shares.of_rank[device.process_index]
+        return start < share * self.local_rows or stop > (share + 1) * self.local_rows
+
+    def place(self, batch: Any) -> PlacedBatch:
+        """Copies a host batch to the devices of this rank.
+
+        Args:
+          batch: A pytree of arrays with the shapes of the example batch.
+
+        Raises:
+          BatchError: The batch differs from the example in tree, shape or dtype.
+          RankMismatchError: At the first batch: ranks that must give the same rows did not.
+        """
+        leaves = self.spec.flatten(batch)
+        if not self.checked:
+            self._compare(leaves)
+            self.checked = True
+        shares = self._gather(leaves)
+        pieces, devices, whole = [], [], []
+        for var, submesh, sharding, indices in self.reads:
+            for microbatch in range(self.microbatches):
+                rows = self._rows(shares, self.leaf_of[var], microbatch)
+                for device, index in indices:
+                    pieces.append(rows[index])
+                    devices.append(device)
+                whole.append(((var, submesh, microbatch), sharding, var, len(indices)))
+        # may_alias=False: the caller may reuse its memory at once.
+        placed = iter(jax.device_put(pieces, devices, may_alias=False))
+        arrays = {
+            key: jax.make_array_from_single_device_arrays(
+                var.aval.shape, sharding, [next(placed) for _ in range(count)]
+            )
+            for key, sharding, var, count in whole
+        }
+        return PlacedBatch(arrays, self)
+
+    def _rows(self, shares: Sequence[list[np.ndarray]], leaf: int, microbatch: int) -> np.ndarray:
+        """The rows of one microbatch: a slice of each share, in order."""
+        part = slice(microbatch * self.local_rows, (microbatch + 1) * self.local_rows)
+        slices = [share[leaf][part] for share in shares]
+        return slices[0] if len(slices) == 1 else np.concatenate(slices)
+
+    def _gather(self, leaves: list[np.ndarray]) -> list[list[np.ndarray]]:
+        if self.shares.count == 1:
+            return [leaves]
+        if not self.exchanges:  # only rows of the own share are read: the others may be anything
+            return [leaves] * self.shares.count
+        everything = self.group.allgather(leaves)
+        return [
+            everything[self.shares.of_rank.index(share)] for share in range(self.shares.count)
+        ]
+
+    def _compare(self, leaves: list[np.ndarray]) -> None:
+        if self.group.size == 1:
+            return
+        sums = [zlib.crc32(leaf.tobytes()) for leaf in leaves]
+        everyone = self.group.allgather(sums)
+        for rank, (other, share) in enumerate(zip(everyone, self.shares.of_rank, strict=True)):
+            first = self.shares.of_rank.index(share)
+            for name, mine, theirs in zip(self.spec.names, everyone[first], other, strict=True):
+                if mine != theirs:
+                    raise RankMismatchError(
+                        f"Ranks {first} and {rank} must give the same rows (share {share} of "
+                        f"{self.shares.count}), but {name} differs. With global_batch every rank "
+                        "gives the whole batch; with local_batch, the share that "
+                        "prepare_batch.share says. Seed the data loader alike on all ranks."
+                    )

@@ -1,0 +1,128 @@
+"""Runs a rank's instructions: compiled tasks, sends and receives, in the planned order.
+
+Only arrays move here. Everything that can be decided before the first step (which executable,
+which channel, which slots) is bound into closures when the executor is made.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from multimesh.errors import StallError
+from multimesh.lowering import Instruction, Op, RankProgram
+from multimesh.plan import Plan
+from multimesh.stages.program import Program
+from multimesh.transport import Channel, Transport
+
+__all__ = ["Executor"]
+
+Store = list[Any]
+
+
+class Executor:
+    """A rank's program, ready to run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: RankProgram,
+        compiled: Mapping[int, Program],
+        channels: Sequence[Channel],
+        transport: Transport,
+    ):
+        """Binds instructions to executables and channels.
+
+        Args:
+          plan: What is run, for messages.
+          program: The rank's instructions.
+          compiled: The compiled tasks of this rank, by task index.
+          channels: One for each bundle of the plan.
+          transport: What the channels belong to.
+        """
+        self.plan = plan
+        self.size = len(program.slots)
+        self.instructions = program.instructions
+        self.transport = transport
+        self.compiled = compiled
+        self.channels = channels
+        self.bound = [self._bind(instruction) for instruction in program.instructions]
+
+    def run(self, store: Store) -> None:
+        """Runs one step.
+
+        Args:
+          store: One entry for each slot; those of arguments are filled, those of results are
+            filled when this returns.
+
+        Raises:
+          StallError: Another rank did not send in time; the message says what ran last.
+        """
+        done = -1
+        try:
+            for done, action in enumerate(self.bound):  # noqa: B007
+                action(store)
+            self.transport.flush()
+        except StallError as exc:
+            last = self._text(self.instructions[done - 1]) if done > 0 else "none"
+            raise StallError(f"{exc} The last instruction this rank finished: {last}.") from exc
+
+    def _text(self, instruction: Instruction) -> str:
+        where = (
+            self.plan.tasks[instruction.index].name
+            if instruction.op == Op.RUN
+            else self.plan.bundles[instruction.index].name
+        )
+        return f"{instruction.op} {where}, microbatch {instruction.microbatch}"
+
+    def _bind(self, instruction: Instruction) -> Callable[[Store], None]:
+        if instruction.op == Op.RUN:
+            return _run(self.compiled[instruction.index].call, instruction)
+        channel = self.channels[instruction.index]
+        bind = {Op.POST: _post, Op.SEND: _send, Op.TAKE: _take}[instruction.op]
+        return bind(channel, instruction)
+
+
+def _run(call: Callable[..., list[jax.Array]], instruction: Instruction):
+    reads, writes, frees = instruction.reads, instruction.writes, instruction.frees
+
+    def run(store: Store) -> None:
+        results = call(*[store[slot] for slot in reads])
+        for slot, value in zip(writes, results, strict=True):
+            store[slot] = value
+        for slot in frees:
+            store[slot] = None
+
+    return run
+
+
+def _post(channel: Channel, instruction: Instruction):
+    microbatch = instruction.microbatch
+
+    def post(store: Store) -> None:
+        channel.post(microbatch)
+
+    return post
+
+
+def _send(channel: Channel, instruction: Instruction):
+    microbatch, reads, frees = instruction.microbatch, instruction.reads, instruction.frees
+
+    def send(store: Store) -> None:
+        channel.send(microbatch, [store[slot] for slot in reads])
+        for slot in frees:
+            store[slot] = None
+
+    return send
+
+
+def _take(channel: Channel, instruction: Instruction):
+    microbatch, writes, frees = instruction.microbatch, instruction.writes, instruction.frees
+
+    def take(store: Store) -> None:
+        for slot, value in zip(writes, channel.take(microbatch), strict=True):
+            store[slot] = value
+        for slot in frees:
+            store[slot] = None
+
+    return take

@@ -1,0 +1,67 @@
+"""Brings values that are spread over ranks to the host."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from multimesh.errors import UsageError
+from multimesh.transport import connect
+
+__all__ = ["fetch"]
+
+
+def fetch(tree: Any, to: int | str = "all") -> Any:
+    """Copies a tree of arrays to host memory.
+
+    Collective: under several ranks every rank makes the same call.
+
+    Args:
+      tree: A pytree; its `jax.Array`s may lie on any ranks. Other leaves are returned as they are.
+      to: "all": every rank gets the values. A rank: only that one does.
+
+    Returns:
+      The tree with NumPy arrays; None on ranks that get nothing.
+
+    Raises:
+      UsageError: `to` is neither "all" nor a rank.
+    """
+    group, _ = connect()
+    if to != "all" and (isinstance(to, bool) or to not in range(group.size)):
+        raise UsageError(f'to must be "all" or a rank from 0 to {group.size - 1}. Got {to!r}.')
+    leaves, structure = jax.tree.flatten(tree)
+    if group.size == 1:
+        return jax.tree.unflatten(structure, [_host(leaf) for leaf in leaves])
+    pieces = [_pieces(leaf) for leaf in leaves]
+    everyone = group.allgather(pieces) if to == "all" else group.gather(pieces, to)
+    if everyone is None:
+        return None
+    whole = [
+        _assemble(leaf, [piece for rank in everyone for piece in rank[position]])
+        for position, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, whole)
+
+
+def _host(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _pieces(leaf: Any) -> list[tuple[tuple[slice, ...], np.ndarray]]:
+    """The parts of an array that this rank is the first to hold."""
+    if not isinstance(leaf, jax.Array):
+        return []
+    return [
+        (shard.index, np.asarray(shard.data))
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def _assemble(leaf: Any, pieces: list) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    whole = np.empty(leaf.shape, leaf.dtype)
+    for index, values in pieces:
+        whole[index] = values
+    return whole

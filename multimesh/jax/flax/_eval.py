@@ -1,0 +1,193 @@
+"""`parallelize_eval`: a forward-only pass on the state of a training step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+
+from multimesh.errors import UsageError
+from multimesh.jax._fetch import fetch
+from multimesh.jax._loop import sum_over_microbatches
+from multimesh.jax._loss import as_parts, finish, is_weighted
+from multimesh.jax.flax._options import (
+    batch_spec,
+    check_reduction,
+    compare_requests,
+    make_context,
+)
+from multimesh.step import Step, StepSource, build_step
+
+__all__ = ["EvalFunction", "parallelize_eval"]
+
+
+class EvalFunction:
+    """A compiled forward pass: `eval_fn(state, batch) -> outputs`.
+
+    Attributes:
+      plan: The tasks, their schedule and what crosses submeshes.
+      compile_count: How many programs this rank compiled for the pass.
+      share: Which share of the rows this rank gives, from 0.
+      num_shares: How many shares there are.
+    """
+
+    def __init__(self, step: Step, to: int | str):
+        self._step = step
+        self._to = to
+        self.plan = step.plan
+        self.compile_count = step.compile_count
+        self.share = step.placer.share
+        self.num_shares = step.shares.count
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        """Runs the pass. Collective; the state is only read.
+
+        Args:
+          state: A state of the training step.
+          batch: A host batch with the shapes of the example.
+
+        Returns:
+          The outputs: arrays of rows in the order of the input, as NumPy arrays; what was
+          `Weighted` or a scalar as one number. None on ranks that get nothing.
+
+        Raises:
+          BatchError: The batch has another tree, shape or dtype than the example.
+          StallError: Another rank did not send in time.
+        """
+        outputs, _ = self._step(state.params, batch)
+        (summed, rows) = outputs
+        fetched = fetch((summed, rows), self._to)
+        if fetched is None:
+            return None
+        summed, rows = fetched
+        merged = {
+            **{index: value[()] for index, value in summed.items()},
+            **{index: self._in_order(parts) for index, parts in rows.items()},
+        }
+        return jax.tree.unflatten(self._step.output_tree["tree"], [merged[i] for i in sorted(merged)])
+
+    def _in_order(self, microbatches: list[np.ndarray]) -> np.ndarray:
+        """Rows of `(microbatch, share, row)` to the order of the shares, one after another."""
+        stacked = np.stack(microbatches)
+        count, rows, *rest = stacked.shape
+        split = stacked.reshape(count, self.num_shares, rows // self.num_shares, *rest)
+        return np.moveaxis(split, 1, 0).reshape(count * rows, *rest)
+
+
+def parallelize_eval(
+    model: nn.Module | Callable[[Any, Any], Any],
+    train_state: TrainState,
+    mesh: Any = None,
+    *,
+    local_batch: Any = None,
+    global_batch: Any = None,
+    num_microbatches: int = 1,
+    reduction: str | None = None,
+    batch_axis: str = "batch",
+    schedule: str = "1f1b",
+    to: int | str = "all",
+) -> EvalFunction:
+    """Builds a forward-only pipelined pass on the state of a training step.
+
+    Collective: every rank makes the same call. Parameters stay where the training step put them.
+
+    Args:
+      model: A Flax module (its `apply`), or a function `(params, batch) -> outputs`. Outputs are a
+        pytree of arrays with the rows first, of scalars (see `reduction`) and of
+        `multimesh.jax.Weighted`, which are reduced over the whole batch.
+      train_state: A state of the training step.
+      mesh: The mesh that `parallelize_step` returned; it brings the tasks of that step.
+      local_batch: An example of this process's share of a batch.
+      global_batch: Or an example of a whole batch, given on every rank alike.
+      num_microbatches: How many slices of the batch go through the pipeline.
+      reduction: What scalars among the outputs are over their rows: "mean" or "sum".
+      batch_axis: The logical name of the rows.
+      schedule: The name of the schedule.
+      to: "all": every rank gets the outputs. A rank: only that one does.
+
+    Returns:
+      `eval_fn(state, batch) -> outputs`.
+
+    Raises:
+      UsageError: An argument, the registry, the function or the batch does not fit.
+      RankMismatchError: The ranks were given different things.
+    """
+    function = model.apply if isinstance(model, nn.Module) else model
+    if not callable(function):
+        raise UsageError(f"model must be a Flax module or a function. Got {model!r}.")
+    if not isinstance(train_state, TrainState):
+        raise UsageError(
+            "train_state must be a state of a training step. "
+            f"Got {type(train_state).__name__}; parallelize_step returns one."
+        )
+    check_reduction(reduction)
+    context = make_context(mesh)
+    spec = batch_spec(local_batch, global_batch, num_microbatches)
+    compare_requests(
+        context, spec, {"num_microbatches": num_microbatches, "reduction": reduction, "to": to}
+    )
+    tree: dict[str, Any] = {}
+    params = train_state.params
+    leaves = jax.tree.leaves(params)
+    source = StepSource(
+        function=lambda params, batch: _evaluate(
+            function, params, batch, reduction, num_microbatches, tree
+        ),
+        state=lambda rows: jax.tree.map(_aval, params),
+        companions={},
+        shardings={index: _sharding(leaf) for index, leaf in enumerate(leaves)},
+        spec=spec,
+        local=global_batch is None,
+        microbatches=num_microbatches,
+        batch_axis=batch_axis,
+        schedule=schedule,
+        donate=False,
+        check_patterns=False,
+    )
+    step = build_step(source, context)
+    step.output_tree = tree
+    return EvalFunction(step, to)
+
+
+def _aval(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _sharding(leaf: Any) -> NamedSharding:
+    if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+        return leaf.sharding
+    raise UsageError(
+        "Every parameter of train_state must lie on its submesh, as parallelize_step places it. "
+        f"Got {type(leaf).__name__}."
+    )
+
+
+def _evaluate(function, params, batch, reduction, microbatches: int, tree: dict) -> tuple[Any, None]:
+    """The whole pass as plain JAX; notes the tree of the outputs in `tree`."""
+
+    def microbatch(rows):
+        outputs = function(params, rows)
+        leaves, tree["tree"] = jax.tree.flatten(outputs, is_leaf=is_weighted)
+        summed, stacked = {}, {}
+        for index, leaf in enumerate(leaves):
+            if is_weighted(leaf) or np.shape(leaf) == ():
+                summed[index] = as_parts(leaf, f"output {index}", reduction, microbatches)
+            else:
+                stacked[index] = _rows(leaf, rows, index)
+        return summed, stacked
+
+    summed, stacked = sum_over_microbatches(microbatch, batch)
+    return ({index: finish(parts) for index, parts in summed.items()}, stacked), None
+
+
+def _rows(leaf: Any, batch: Any, index: int) -> Any:
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if leaf.shape[0] != rows:
+        raise UsageError(
+            f"Output {index} of shape {leaf.shape} must have the microbatch's {rows} rows first, "
+            "or be a scalar or Weighted."
+        )
+    return leaf

@@ -1,0 +1,256 @@
+"""Runs the passes over a traced step, in order: flatten, hoist, place, split, cut."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding
+
+from multimesh.errors import RegistryError
+from multimesh.stages.accumulate import split_accumulators
+from multimesh.stages.flatten import FlatStep, flatten
+from multimesh.stages.hoist import hoist
+from multimesh.stages.partition import Need, TaskSpec, partition
+from multimesh.stages.placement import Placement, place_loop, place_outside, reading_stages
+from multimesh.stages.registry import Entry, Label, Registry, Task, TaskMesh
+from multimesh.stages.scopes import Scope
+from multimesh.stages.shardings import Shardings, Submesh
+
+__all__ = ["CutStep", "Signature", "cut"]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the caller knows of a traced step's flattened arguments and results.
+
+    Attributes:
+      names: A name of each argument, for errors.
+      replaced: State argument -> the result that replaces it.
+      companions: Optimizer state -> the parameter that it belongs to.
+      shardings: Arguments that exist already; one on the whole mesh is replicated.
+      rows: The rows of one microbatch over all shares.
+      batch_axis: The logical name of the rows.
+    """
+
+    names: Sequence[str]
+    replaced: Mapping[int, int] = field(default_factory=dict)
+    companions: Mapping[int, int] = field(default_factory=dict)
+    shardings: Mapping[int, NamedSharding] = field(default_factory=dict)
+    rows: int = 0
+    batch_axis: str = "batch"
+
+
+@dataclass(frozen=True)
+class CutStep:
+    """A step cut into tasks.
+
+    Attributes:
+      step: The flat step that the tasks' equations come from.
+      submeshes: Every submesh, in order of the forward pass; the last may hold idle devices.
+      placement: Where each value is.
+      homes: The submesh of each argument, None for replicated.
+      tasks: The tasks, in an order that respects their dependencies.
+      results: The submesh where the caller gets each result, None for all of them.
+      shardings: The sharding of each value on each submesh.
+    """
+
+    step: FlatStep
+    submeshes: tuple[Submesh, ...]
+    placement: Placement
+    homes: dict[core.Var, int | None]
+    tasks: tuple[TaskSpec, ...]
+    results: dict[core.Var, int | None]
+    shardings: Shardings
+
+
+def cut(
+    closed: core.ClosedJaxpr,
+    registry: Registry,
+    mesh: Mesh,
+    signature: Signature,
+    *,
+    check_patterns: bool = True,
+) -> CutStep:
+    """Cuts a traced step into tasks.
+
+    Args:
+      closed: The step, traced with logical axes.
+      registry: The registered tasks; empty: the step is one task on `mesh`.
+      mesh: All devices of the step.
+      signature: What the caller knows of the arguments.
+      check_patterns: Whether every pattern must match a scope of this step.
+
+    Returns:
+      The step, cut.
+
+    Raises:
+      RegistryError: A pattern matches nothing, two match one scope, or a task's devices do not
+        exist or lie outside of `mesh`.
+      PlacementError: The step cannot be cut.
+    """
+    labels = _Labels(registry, mesh)
+    step = hoist(flatten(closed, labels))
+    if check_patterns:
+        labels.check_patterns()
+    fixed = {step.arguments[index]: known for index, known in signature.shardings.items()}
+    homes = {
+        var: None if known.mesh == mesh and known.is_fully_replicated else mesh_positions(known.mesh)
+        for var, known in fixed.items()
+    }
+    submeshes = _submeshes(step, labels, mesh, [place for place in homes.values() if place])
+    index_of = {place.task_mesh: place.index for place in submeshes}
+    known = {var: place and index_of[place] for var, place in homes.items()}
+
+    def submesh_of(label: Label) -> int:
+        return index_of[label.task.mesh]
+
+    placement = place_loop(step, submesh_of, default=0)
+    step = split_accumulators(step, placement)
+    known.update(_companion_homes(step, placement, signature, known))
+    replaced = {
+        step.arguments[argument]: step.outputs[result]
+        for argument, result in signature.replaced.items()
+    }
+    places = place_outside(step, placement, submesh_of, known, replaced, default=0)
+    needs = _needs(step, placement, places, replaced, len(submeshes))
+    shardings = Shardings(
+        step,
+        submeshes,
+        argument_names=dict(zip(step.arguments, signature.names, strict=True)),
+        same_as={
+            step.arguments[a]: step.arguments[b] for a, b in signature.companions.items()
+        },
+        fixed=fixed,
+        rows=signature.rows,
+        batch_axis=signature.batch_axis,
+    )
+    tasks = partition(step, placement, needs).tasks
+    results = dict.fromkeys(step.outputs)
+    results.update({result: places[argument] for argument, result in replaced.items()})
+    return CutStep(step, tuple(submeshes), placement, places, tasks, results, shardings)
+
+
+class _Labels:
+    """Looks scopes up in a registry, and remembers which it saw and which patterns matched."""
+
+    def __init__(self, registry: Registry, mesh: Mesh):
+        self.registry = registry
+        self.matched: set[Entry] = set()
+        self.scopes: dict[str, None] = {}
+        self.known: dict[Scope, Label | None] = {}
+        self.everything = None if registry.entries else Label("all", Task(mesh_positions(mesh)))
+
+    def __call__(self, scope: Scope) -> Label | None:
+        if self.everything is not None:
+            return self.everything
+        if scope not in self.known:
+            self.scopes["/".join(scope.path)] = None
+            found = self.registry.label(scope.path, scope.backward)
+            self.known[scope] = found[0] if found else None
+            if found:
+                self.matched.add(found[1])
+        return self.known[scope]
+
+    def check_patterns(self) -> None:
+        missing = [e.pattern for e in self.registry.entries if e not in self.matched]
+        if missing:
+            scopes = ", ".join(sorted(filter(None, self.scopes))) or "none"
+            raise RegistryError(
+                f"The pattern{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))} of "
+                f"register_task match{'es' * (len(missing) == 1)} no module of the model. The "
+                f"scopes that exist: {scopes}. A pattern must match one component fully, or with "
+                "slashes the end of a path; clear_tasks() forgets tasks of another model."
+            )
+
+
+def mesh_positions(mesh: Mesh) -> TaskMesh:
+    """Returns a mesh as a TaskMesh: its devices by their positions in `jax.devices()`."""
+    position = {device: index for index, device in enumerate(jax.devices())}
+    devices = [position[device] for device in mesh.devices.flat]
+    return TaskMesh(devices, tuple(map(str, mesh.axis_names)), mesh.devices.shape)
+
+
+def _submeshes(step: FlatStep, labels: _Labels, mesh: Mesh, more: list[TaskMesh]) -> list[Submesh]:
+    """Collects the submeshes: forward pass first, then the others, then idle devices."""
+    tasks: dict[TaskMesh, dict[Task, None]] = {}
+    nodes = [node for node in (*step.loop, *step.before, *step.after) if node.label is not None]
+    for node in sorted(nodes, key=lambda node: node.scope.backward):
+        tasks.setdefault(node.label.task.mesh, {})[_named(node.label)] = None
+    for task_mesh in more:
+        tasks.setdefault(task_mesh, {})
+    devices = jax.devices()
+    allowed = mesh_positions(mesh).devices
+    for task_mesh, found in tasks.items():
+        _check_devices(task_mesh, found, len(devices), allowed)
+    idle = [
+        position
+        for position in allowed
+        if not any(position in task_mesh.devices for task_mesh in tasks)
+    ]
+    if idle:
+        tasks[TaskMesh(idle, ("idle",), (len(idle),))] = {}
+    return [
+        Submesh(
+            index,
+            task_mesh,
+            Mesh(
+                np.array([devices[position] for position in task_mesh.devices]).reshape(
+                    task_mesh.axis_sizes
+                ),
+                task_mesh.axis_names,
+            ),
+            tuple(found),
+        )
+        for index, (task_mesh, found) in enumerate(tasks.items())
+    ]
+
+
+def _named(label: Label) -> Task:
+    return Task(label.task.mesh, label.task.logical_axes, label.name)
+
+
+def _check_devices(task_mesh: TaskMesh, tasks, count: int, allowed) -> None:
+    names = ", ".join(repr(task.name) for task in tasks) or "the state"
+    beyond = [position for position in task_mesh.devices if position >= count]
+    if beyond:
+        raise RegistryError(
+            f"The task {names} uses device positions {beyond}, but there are {count} devices "
+            f"(positions 0 to {count - 1}). Change its TaskMesh, or ask init for more devices."
+        )
+    outside = [position for position in task_mesh.devices if position not in allowed]
+    if outside:
+        raise RegistryError(
+            f"The task {names} uses device positions {outside}, which are not in the mesh given "
+            f"to the step (positions {sorted(allowed)}). Give a mesh of all devices of the tasks."
+        )
+
+
+def _companion_homes(step, placement, signature: Signature, known) -> dict:
+    """Optimizer state lives with its parameter, which lives with its first reader in the loop."""
+    readers = reading_stages([*step.before, *step.loop], placement)
+    homes = {}
+    for argument, parameter in signature.companions.items():
+        stages = readers[step.arguments[parameter]]
+        home = known.get(step.arguments[parameter], min(stages)[1] if stages else None)
+        if home is not None and step.arguments[argument] not in known:
+            homes[step.arguments[argument]] = home
+    return homes
+
+
+def _needs(step, placement, homes, replaced, submeshes: int) -> list[Need]:
+    """Lists the floating values that a submesh must compute for the caller or the loop."""
+    arguments = {result: argument for argument, result in replaced.items()}
+    elsewhere = {*step.arguments, *(entry.whole for entry in step.stacked)}
+    needs = []
+    for result in dict.fromkeys(step.outputs):
+        if result in elsewhere or placement.values.get(result) is not None:
+            continue
+        home = homes.get(arguments[result]) if result in arguments else None
+        places = range(submeshes) if home is None else [home]
+        needs += [Need(result, place, "after") for place in places]
+    for carry in step.carries:
+        if placement.values.get(carry.initial) is None:
+            needs.append(Need(carry.initial, placement.values[carry.inner], "before"))
+    return needs
