@@ -6,6 +6,7 @@ sets it up, shows the ranks' output, and reports how the job ended.
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 
@@ -20,6 +21,7 @@ __all__ = ["main"]
 
 _BACKENDS = {"openmpi": openmpi, "mpich": mpich}
 _USAGE_ERROR = 2
+_OUTPUT_CLOSED = 128 + signal.SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,12 +47,17 @@ def main(arguments: list[str] | None = None) -> int:
         environ["MULTIMESH_DEVICES_PER_RANK"] = str(options.devices_per_rank)
     with tempfile.TemporaryDirectory(prefix="mmrun-") as folder:
         job = Job(options.ranks, Console.on_standard_output(), os.path.join(folder, "socket"))
-        return job.run(backend.command(mpi.mpiexec, options.ranks, rank_command), environ)
+        try:
+            return job.run(backend.command(mpi.mpiexec, options.ranks, rank_command), environ)
+        except BrokenPipeError:  # nobody reads the output any more, as after `| head`
+            return _OUTPUT_CLOSED
 
 
 def _parser():
     parser = argparse.ArgumentParser(
-        prog="mmrun", description="Run a program on several ranks of this host."
+        prog="mmrun",
+        usage="mmrun -n N [options] PROGRAM [ARGS...]",
+        description="Run a program on several ranks of this host.",
     )
     parser.add_argument(
         "-n", dest="ranks", type=_positive, required=True, metavar="N", help="number of ranks"

@@ -40,10 +40,10 @@ def main():
     if options.bind and launcher.local_size:
         bind_to_cores(launcher.local_rank, launcher.local_size)
     outputs = {wire.Kind.OUTPUT: os.pipe(), wire.Kind.ERRORS: os.pipe()}
-    supervisor = os.getpid()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _become_program(outputs, supervisor)
+        _become_program(outputs, parent)
         if options.exec:
             os.execvp(options.program[0], options.program)
         alone = launcher.size == 1
@@ -54,7 +54,8 @@ def main():
     readers = {read_end: kind for kind, (read_end, _) in outputs.items()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[wire.ADDRESS_VARIABLE])
-        code = Supervisor(launcher, child, readers, connection).run()
+        supervisor = Supervisor(launcher, child, readers, connection)
+        code = supervisor.run(is_python=not options.exec)
     # Nothing of this process is worth an orderly end, and the exit code is the message.
     os._exit(code)
 
@@ -71,11 +72,11 @@ def _parse_arguments():
     return options
 
 
-def _become_program(outputs, supervisor):
+def _become_program(outputs, parent):
     """Makes this forked child the program: its own group, its output into the pipes."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it died before prctl could say so
+    if os.getppid() != parent:  # it died before prctl could say so
         os._exit(1)
     for (read_end, write_end), fd in zip(outputs.values(), (1, 2), strict=True):
         os.dup2(write_end, fd)
@@ -102,8 +103,11 @@ class Supervisor:
         self._status = None  # the child's exit code, negative for a signal
         self._selector = selectors.DefaultSelector()
 
-    def run(self) -> int:
+    def run(self, *, is_python: bool) -> int:
         """Passes on output and signals until the program is gone.
+
+        Args:
+          is_python: Whether the program is run by `program`, which reports what it sees.
 
         Returns:
           The exit code for this process: the program's, or 128 + n after signal n.
@@ -112,7 +116,7 @@ class Supervisor:
         for fd in (*self._readers, self._connection):
             self._selector.register(fd, selectors.EVENT_READ)
         try:
-            self._send(wire.Kind.HELLO, {"host": socket.gethostname()})
+            self._send(wire.Kind.HELLO, {"host": socket.gethostname(), "is_python": is_python})
             while self._status is None:
                 self._pump(None)
             # Said before the rest of the output is read: other ranks notice the loss too, and

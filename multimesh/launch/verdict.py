@@ -35,7 +35,8 @@ class Failure:
 class _Rank:
     host: str = "an unknown host"
     has_joined: bool = False
-    has_finished: bool = False  # the program ran to its end
+    is_python: bool = True
+    has_finished: bool = False  # the Python program ran to its end
     is_gone: bool = False
 
 
@@ -64,7 +65,8 @@ class Verdict:
         rank = self._ranks[message.rank]
         match message.kind:
             case Kind.HELLO:
-                rank.host = message.json()["host"]
+                hello = message.json()
+                rank.host, rank.is_python = hello["host"], hello["is_python"]
             case Kind.JOINING:
                 self._join(rank, message.json()["timeout"])
             case Kind.FAILING:
@@ -122,7 +124,7 @@ class Verdict:
             )
         elif code:
             self.fail(number, f"{place} failed with exit code {code}", code, traceback)
-        elif not rank.has_finished:
+        elif rank.is_python and not rank.has_finished:
             self.fail(number, f"{place} left with exit code 0 before its program had ended", 1)
 
 

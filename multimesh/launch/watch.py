@@ -64,8 +64,9 @@ class Job:
         try:
             self._follow(mpiexec)
         finally:
-            mpiexec.kill()
-        self._verdict.close(mpiexec.wait())
+            mpiexec.terminate()  # does nothing where it has ended
+            _wait_or_kill(mpiexec)
+        self._verdict.close(mpiexec.returncode)
         return self._conclude()
 
     def _listen(self):
@@ -211,3 +212,11 @@ class Job:
             self._console.show(failure.rank, failure.traceback.encode())
         self._console.say(f"mmrun: {failure.reason}")
         return failure.exit_code
+
+
+def _wait_or_kill(process):
+    try:
+        process.wait(_KILL_AFTER)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

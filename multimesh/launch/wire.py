@@ -26,7 +26,7 @@ _HEADER = struct.Struct("!BII")
 class Kind(enum.IntEnum):
     """What a message says."""
 
-    HELLO = 1  # JSON {host}: the supervisor is up
+    HELLO = 1  # JSON {host, is_python}: the supervisor is up; only Python says FINISHED
     OUTPUT = 2  # bytes of the rank's standard output
     ERRORS = 3  # bytes of the rank's standard error
     JOINING = 4  # JSON {timeout}: the rank called init and waits for the others
