@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Part:
     dtype: np.dtype
     offset: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of the piece."""
         return _nbytes(self.piece.shape, self.dtype)
@@ -56,7 +57,7 @@ class Message:
     target: int
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of the message."""
         return self.parts[-1].offset + self.parts[-1].nbytes
@@ -85,12 +86,12 @@ class Arrival:
     parts: tuple[tuple[int, Part], ...]
     cuts: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the shard."""
         return tuple(stop - start for start, stop in self.block.box)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of the shard."""
         return _nbytes(self.shape, self.dtype)

@@ -15,6 +15,7 @@ Pure planning: no data, no MPI. Every rank computes the same plan from the same 
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 from jax.sharding import Sharding
@@ -67,7 +68,7 @@ class Piece:
         """Whether it is a whole shard on both sides, so that it needs no cutting."""
         return self.cut_whole and self.place_whole
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the rectangle."""
         return tuple(part.stop - part.start for part in self.place)

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 
 __all__ = ["Upload", "uploads"]
 
-COPY_UP_TO = 128 * 1024  # bytes
+COPY_UP_TO = 256 * 1024  # bytes
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The transport between ranks keeps the contract, and does what only it can do."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -15,6 +17,10 @@ from support.transport_contract import (
     send,
     sharding,
     take,
+    test_both_sides_send_first,
+    test_bundle_of_small_and_large_values,
+    test_microbatches_in_flight_are_taken_in_any_order,
+    test_steady_state_of_a_pipeline,
     transfer_of,
 )
 
@@ -37,8 +43,9 @@ def open_transport(group):
     """Makes transports with poisoned buffers, and closes them when every rank is done."""
     transports = []
 
-    def make(stall_timeout=30, **settings):
-        transport = MpiTransport(_mpi.communicator(), stall_timeout, poison=True, **settings)
+    def make(communicator=None, stall_timeout=30, **settings):
+        communicator = communicator or _mpi.communicator()
+        transport = MpiTransport(communicator, stall_timeout, poison=True, **settings)
         transports.append(transport)
         return transport
 
@@ -51,6 +58,54 @@ def open_transport(group):
 @pytest.fixture
 def transport(open_transport):
     return open_transport()
+
+
+class Synchronous:
+    """A communicator without eager messages: no send is done before its receive is posted.
+
+    Open MPI's own limit (OMPI_MCA_btl_sm_eager_limit, at least 80) does not hold back messages of
+    less than 300 bytes.
+    """
+
+    def __init__(self, communicator):
+        self._communicator = communicator
+
+    def __getattr__(self, name):
+        return getattr(self._communicator, name)
+
+    def Isend(self, *arguments):
+        return self._communicator.Issend(*arguments)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        partial(test_both_sides_send_first, nbytes=8),
+        partial(test_both_sides_send_first, nbytes=32 << 10),
+        partial(test_both_sides_send_first, nbytes=4 << 20),
+        test_steady_state_of_a_pipeline,
+        test_microbatches_in_flight_are_taken_in_any_order,
+        test_bundle_of_small_and_large_values,
+    ],
+)
+def test_nothing_relies_on_eager_messages(open_transport, case):
+    case(open_transport(Synchronous(_mpi.communicator())))
+
+
+@several_ranks
+def test_a_message_that_is_never_received_is_named(open_transport, group):
+    transport = open_transport(Synchronous(_mpi.communicator()), stall_timeout=0.2)
+    value = numbers((8,), np.float32)
+    transfer = transfer_of([value], *RESHARDINGS["one to one"], name="F0 -> F7")
+    channel = transport.open(transfer, depth=1)
+    last = group.size - 1
+    if group.rank == 0:
+        send(channel, transfer, 4, [value])
+        expected = f"F0 -> F7: microbatch 4, sent by rank 0, was not received by rank {last} within"
+        with pytest.raises(StallError, match=expected):
+            transport.flush()
+    group.barrier()
+    check(take(channel, transfer, 4), transfer, [value])
 
 
 @pytest.mark.parametrize("limit", [7, 100, 4096])

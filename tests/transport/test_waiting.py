@@ -1,0 +1,53 @@
+"""Waiting is prompt for what is there, patient for what is not, and ends."""
+
+import time
+
+import pytest
+
+from multimesh.errors import StallError
+from multimesh.transport.group import MpiGroup
+from multimesh.transport.waiting import wait_until
+
+
+def test_what_is_there_needs_one_look():
+    looks = []
+    assert wait_until(lambda: looks.append(1) or True, timeout=0)
+    assert looks == [1]
+
+
+def test_it_ends_at_the_timeout():
+    start = time.monotonic()
+    assert not wait_until(lambda: False, timeout=0.05)
+    assert 0.05 <= time.monotonic() - start < 1
+
+
+def test_it_does_not_poll_at_full_speed():
+    looks = []
+    wait_until(lambda: bool(looks.append(1)), timeout=0.2)
+    assert len(looks) < 2000  # at full speed it would be a hundred times as many
+
+
+def test_it_sees_the_end_soon():
+    end = time.monotonic() + 0.1
+    assert wait_until(lambda: time.monotonic() > end, timeout=10)
+    assert time.monotonic() - end < 0.5
+
+
+class Deserted:
+    """A communicator whose other ranks never come."""
+
+    rank, size = 1, 3
+
+    def Ibarrier(self):
+        return self
+
+    def Test(self):
+        return False
+
+
+def test_a_barrier_that_nobody_comes_to():
+    group = MpiGroup(Deserted(), stall_timeout=0.01)
+    expected = r"Rank 1 waited 0.01 s for the other 2 ranks.*MULTIMESH_STALL_TIMEOUT"
+    for call in (group.barrier, lambda: group.allgather(0), lambda: group.broadcast(0)):
+        with pytest.raises(StallError, match=expected):
+            call()
