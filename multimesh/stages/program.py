@@ -99,7 +99,7 @@ def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Shardi
         if isinstance(value, core.Jaxpr):
             eqns = [_place_constraints(each, label, submesh, shardings) for each in value.eqns]
             return value.replace(eqns=eqns)
-        if isinstance(value, tuple):
+        if type(value) is tuple:
             return tuple(map(inside, value))
         return value
 

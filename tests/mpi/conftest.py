@@ -1,22 +1,106 @@
-"""For tests that run inside every rank: `mpirun -n 2 python -m pytest tests/mpi`.
+"""tests/mpi run inside every rank of an MPI job.
 
-All ranks run the same tests in the same order. A test that fails on one rank ends the job, since
-the others would wait for it.
+By hand: `mpirun -n 2 python -m pytest tests/mpi`. All ranks run the same tests in the same order; a
+test that fails on one rank ends the job, since the others would wait for it.
+
+A plain `python -m pytest` starts one such job for each file and number of ranks, with a time limit,
+and shows the output of a job that fails. The process that starts them has no MPI itself: MPI cannot
+be started a second time in one process, nor survive a test that kills a rank.
 """
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from support.jobs import clean_environment
 
-from multimesh import _mpi, init
+from multimesh import _mpi
+from multimesh.launch.backends import mpich, openmpi
+from multimesh.launch.environment import detect_launcher
+from multimesh.launch.library import find_mpi
+
+RANKS = (1, 2, 4)
+TIME_LIMIT = 400  # seconds for one job; the longest takes about a quarter on two idle cores
+# MPI sends small messages before they are asked for. With this limit it never does, so that nothing
+# can rely on it.
+NEVER_EAGER = {"OMPI_MCA_btl_sm_eager_limit": "0", "OMPI_MCA_btl_self_eager_limit": "0"}
+NEVER_EAGER_FILES = ("test_hangs.py",)
+
+INSIDE_A_RANK = detect_launcher() is not None
 
 pytest.register_assert_rewrite("support.transport_contract")
-init(cpus=8)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
+    if not report.failed or not INSIDE_A_RANK:
+        return
     communicator = _mpi.communicator()
-    if report.failed and communicator.size > 1:
+    if communicator.size > 1:
         print(f"rank {communicator.rank}: {report.nodeid}\n{report.longrepr}", file=sys.stderr)
+        sys.stderr.flush()
         communicator.Abort(1)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return None if INSIDE_A_RANK else JobFile.from_parent(parent, path=module_path)
+
+
+class JobFile(pytest.File):
+    """A test file, as the MPI jobs that run it."""
+
+    def collect(self):
+        for ranks in RANKS:
+            yield Job.from_parent(self, name=f"{ranks}_ranks", ranks=ranks, variables={})
+        if self.path.name in NEVER_EAGER_FILES:
+            yield Job.from_parent(self, name="2_ranks_never_eager", ranks=2, variables=NEVER_EAGER)
+
+
+class Job(pytest.Item):
+    """One MPI job that runs a test file in each of its ranks."""
+
+    def __init__(self, *, ranks, variables, **kwargs):
+        super().__init__(**kwargs)
+        self.ranks = ranks
+        self.variables = variables
+
+    def runtest(self):
+        mpi = find_mpi(sys.executable)
+        backend = {"openmpi": openmpi, "mpich": mpich}[mpi.kind]
+        pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        selected = ["-m", self.config.option.markexpr] if self.config.option.markexpr else []
+        program = [*pytest_command, *selected, str(self.path)]
+        environ = backend.environment(clean_environment()) | self.variables
+        try:
+            ended = subprocess.run(
+                backend.command(mpi.mpiexec, self.ranks, program),
+                env=environ,
+                cwd=Path(self.config.rootpath),
+                timeout=TIME_LIMIT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise JobFailed(f"no end after {TIME_LIMIT} s", exc.stdout or b"") from None
+        if ended.returncode not in (os.EX_OK, 5):  # 5: the marker expression selected nothing
+            raise JobFailed(f"exit code {ended.returncode}", ended.stdout)
+
+    def repr_failure(self, excinfo):
+        if isinstance(excinfo.value, JobFailed):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self):
+        return self.path, None, f"{self.path.name} under {self.name.replace('_', ' ')}"
+
+
+class JobFailed(Exception):
+    """A job did not end with code 0. Shows the end of its output."""
+
+    def __init__(self, how, output):
+        text = output.decode(errors="replace") if isinstance(output, bytes) else output
+        super().__init__(f"The job failed: {how}. Its output:\n" + text[-20_000:])

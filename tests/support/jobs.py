@@ -5,11 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["run_script"]
+__all__ = ["clean_environment", "run_script"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Variables by which a launcher tells a process its rank; an outer job's must not leak in.
 LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+
+
+def clean_environment():
+    """This process's environment without an outer job, and with this checkout importable."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    paths = (str(REPOSITORY), str(REPOSITORY / "tests"), environ.get("PYTHONPATH"))
+    return environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def run_script(path, ranks, timeout=60):
@@ -18,12 +25,10 @@ def run_script(path, ranks, timeout=60):
     Raises:
       subprocess.TimeoutExpired: It took longer than `timeout` seconds.
     """
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    environ["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))
     command = [sys.executable, "-m", "multimesh.launch.mmrun", "-n", str(ranks)]
     return subprocess.run(
         [*command, sys.executable, str(path)],
-        env=environ,
+        env=clean_environment(),
         cwd=Path(path).parent,
         timeout=timeout,
         capture_output=True,
