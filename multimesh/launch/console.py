@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 
 __all__ = ["Console"]
 
-# Gloo prints this line for every group of devices, and nothing can turn it off.
-_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+# Gloo prints this line for every group of devices, and nothing can turn it off. It may come in
+# the middle of a line of the program's, whose parts then belong together.
+_CHATTER = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
+    rb"Expected number of connected peer ranks is : \d+\n"
+)
 _ERASE_LINE = b"\r\x1b[K"
 # A program that never writes a newline must not fill mmrun's memory.
 _LONGEST_LINE = 1 << 20
@@ -33,7 +37,7 @@ class Console:
     terminal: int | None = None
     only_rank: int | None = None
     _pending: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    _open_line: bytes = b""
+    _shown: bytes = b""  # the unfinished line that is on the terminal now
 
     @classmethod
     def on_standard_output(cls) -> "Console":
@@ -44,26 +48,23 @@ class Console:
         """Takes the next bytes that a rank wrote to `OUTPUT` or `ERRORS`."""
         if self.only_rank not in (None, rank):
             return
-        text = self._pending.get((rank, fd), b"") + data
+        text = _CHATTER.sub(b"", self._pending.get((rank, fd), b"") + data)
         *lines, rest = text.split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        # Of a line that redraws itself only the latest state is still of interest.
+        self._pending[rank, fd] = _latest(rest)
         for line in lines:
             self._write_line(rank, fd, line)
-        if len(rest) > _LONGEST_LINE:
-            self._write_line(rank, fd, rest)
-            rest = b""
-        # Of a line that redraws itself only the latest state is still of interest.
-        self._pending[rank, fd] = rest = _latest(rest)
-        if rank == 0 and self.terminal is not None:
-            self._draw_open_line(b"[0] " + rest if rest else b"")
+        self._refresh()
 
     def finish(self, rank: int):
         """Writes what a rank left without a newline at its end."""
         for fd in (OUTPUT, ERRORS):
             rest = self._pending.pop((rank, fd), b"")
             if rest:
-                if rank == 0:
-                    self._draw_open_line(b"")
                 self._write_line(rank, fd, rest)
+        self._refresh()
 
     def show(self, rank: int, text: bytes):
         """Writes a text of several lines as a rank's errors."""
@@ -72,27 +73,29 @@ class Console:
 
     def say(self, text: str):
         """Writes a line of mmrun's own."""
-        self._write(ERRORS, text.encode(errors="backslashreplace") + b"\n")
+        self.pass_on(text.encode(errors="backslashreplace") + b"\n")
 
     def pass_on(self, data: bytes):
-        """Writes bytes of mpiexec's own, as they are."""
+        """Writes bytes of mpiexec's or mmrun's own, as they are."""
         self._write(ERRORS, data)
+        self._refresh()
 
     def _write_line(self, rank, fd, line):
-        if not _CHATTER.search(line):
-            self._write(fd, b"[%d] %s\n" % (rank, _latest(line)))
+        self._write(fd, b"[%d] %s\n" % (rank, _latest(line)))
 
     def _write(self, fd, data):
-        if self._open_line:
-            _write_all(self.terminal, _ERASE_LINE)
+        self._draw(b"")
         _write_all(fd, data)
-        if self._open_line:
-            _write_all(self.terminal, self._open_line)
 
-    def _draw_open_line(self, text):
-        if text != self._open_line:
-            _write_all(self.terminal, _ERASE_LINE + text)
-            self._open_line = text
+    def _refresh(self):
+        """Shows what rank 0 has written since its last newline."""
+        unfinished = self._pending.get((0, ERRORS)) or self._pending.get((0, OUTPUT))
+        self._draw(b"[0] " + unfinished if unfinished else b"")
+
+    def _draw(self, text):
+        if self.terminal is not None and text != self._shown:
+            _write_all(self.terminal, (_ERASE_LINE if self._shown else b"") + text)
+            self._shown = text
 
 
 def _latest(line: bytes) -> bytes:

@@ -1,0 +1,214 @@
+"""`init`: the devices it gives, the mistakes it refuses, and how its ranks end."""
+
+import sys
+
+import pytest
+
+PYTHON = sys.executable
+
+REPORT = """
+from jax_plugins.multimesh import init
+init(cpus=4)
+import jax
+print(jax.process_count(), len(jax.devices()), jax.local_device_count())
+"""
+
+
+def test_one_process_starts_neither_mpi_nor_a_coordinator(python):
+    source = REPORT + (
+        "import sys; print('mpi4py' in sys.modules, jax.distributed.is_initialized())"
+    )
+    ended = python("-c", source)
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout == "1 4 4\nFalse False\n"
+    assert not ended.stderr  # no complaint of JAX about the plug-in
+
+
+def test_importing_multimesh_imports_neither_jax_nor_mpi(python):
+    ended = python("-c", "import sys, multimesh; print({'jax', 'mpi4py'} & set(sys.modules))")
+    assert ended.stdout == "set()\n"
+
+
+def test_one_process_with_gloo(python):
+    source = """
+import multimesh
+multimesh.init(cpus=2, collectives="gloo")
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",))
+x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("x")))
+assert jax.distributed.is_initialized()
+total = jax.jit(jnp.sum)(x).block_until_ready()
+print(total)
+"""
+    ended = python("-c", source)
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "6.0"
+
+
+def test_bad_arguments_and_calls(python, write):
+    script = write(
+        """
+        import multimesh
+        from multimesh.errors import StartupError
+
+        def refused(**arguments):
+            try:
+                multimesh.init(**arguments)
+            except StartupError as error:
+                print(error)
+
+        for cpus in (0, -1, 2.0, True, "8", [8]):
+            refused(cpus=cpus)
+        refused(collectives="mpi")
+        multimesh.init(cpus=2)
+        multimesh.init(cpus=2)
+        refused(cpus=4)
+        import jax
+        print(len(jax.devices()))
+        multimesh.init(cpus=2)
+        """
+    )
+    lines = python(script).stdout.splitlines()
+    assert [line.split("Got ")[1] for line in lines[:6]] == [
+        "0.",
+        "-1.",
+        "2.0.",
+        "True.",
+        "'8'.",
+        "[8].",
+    ]
+    assert lines[6].startswith("collectives must be")
+    assert "a second time, with other arguments: cpus=4" in lines[7]
+    assert lines[8:] == ["2"]
+
+
+def test_init_after_jax_has_started(python):
+    ended = python("-c", "import jax, multimesh; jax.devices(); multimesh.init(cpus=2)")
+    assert ended.code == 1
+    assert "StartupError: multimesh.init was called after JAX had started" in ended.stderr
+
+
+def test_a_worker_of_a_rank_is_no_rank(mmrun, write):
+    """A data loader's worker runs the script's `init` again, with the rank's environment."""
+    script = write(
+        """
+        import multiprocessing
+        from multimesh.launch import require_init
+        from multimesh.launch.environment import detect_launcher
+        def work():
+            require_init()
+            print("worker", detect_launcher())
+        if __name__ == "__main__":
+            worker = multiprocessing.get_context("spawn").Process(target=work)
+            worker.start()
+            worker.join()
+        """
+    )
+    ended = mmrun(2, script)
+    assert ended.lines == {"[0] worker None", "[1] worker None"}, ended.stderr
+
+
+@pytest.mark.parametrize("launcher", ["mmrun", "mpirun"])
+def test_ranks_that_end_right_after_init(request, write, launcher):
+    run = request.getfixturevalue(launcher)
+    ended = run(4, write(REPORT))
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.count("4 4 1\n") == 4
+    assert not ended.stderr
+
+
+@pytest.mark.parametrize("launcher", ["mmrun", "mpirun"])
+def test_a_rank_that_is_done_waits_for_the_others(request, write, launcher):
+    script = write(
+        """
+        import multimesh
+        multimesh.init(cpus=4)
+        import jax, sys, time
+        if jax.process_index() == 1:
+            sys.exit(0)
+        time.sleep(3)
+        try:
+            sys.exit(5)
+        except SystemExit:
+            print("caught")
+        """
+    )
+    ended = request.getfixturevalue(launcher)(2, script)
+    assert ended.code == 0, ended.stderr
+    assert "caught" in ended.stdout
+    assert not ended.stderr
+
+
+def test_devices_per_rank_overrides_the_program(mmrun, write):
+    ended = mmrun(2, "--devices-per-rank", "3", PYTHON, write(REPORT))
+    assert ended.lines == {"[0] 2 6 3", "[1] 2 6 3"}, ended.stderr
+
+
+def test_a_proxy_is_not_asked_for_the_traffic_between_ranks(mmrun, write):
+    proxy = "http://127.0.0.1:1"
+    ended = mmrun(2, write(REPORT), http_proxy=proxy, https_proxy=proxy)
+    assert ended.lines == {"[0] 2 4 2", "[1] 2 4 2"}, ended.stderr
+    assert not ended.stderr
+
+
+MISTAKES = {
+    "uneven": ("cpus = 3", "cpus must be a multiple of the number of ranks. Got cpus=3 and 2"),
+    "different": ("cpus = 2 + 2 * int(rank)", "cpus=2, collectives=None on rank 0, cpus=4"),
+    "started": ("cpus = 2; rank == '1' and jax.devices()", "On rank 1: multimesh.init was called"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_the_same_error_on_every_rank(mmrun, write, mistake):
+    line, message = MISTAKES[mistake]
+    script = write(
+        f"""
+        import os, jax, multimesh
+        from multimesh.errors import StartupError
+        rank = os.environ["OMPI_COMM_WORLD_RANK"]
+        {line}
+        try:
+            multimesh.init(cpus)
+        except StartupError as error:
+            print(error)
+        """
+    )
+    ended = mmrun(2, script)
+    assert ended.code == 0, ended.stderr
+    said = [line.split("] ", 1) for line in ended.stdout.splitlines()]
+    assert {rank for rank, _ in said} == {"[0", "[1"}
+    assert len({text for _, text in said}) == 1
+    assert message in said[0][1]
+
+
+def test_several_ranks_without_init(mmrun):
+    ended = mmrun(2, PYTHON, "-c", "from multimesh.launch import require_init; require_init()")
+    assert ended.code == 1
+    assert "Open MPI started 2 ranks, but multimesh.init was not called" in ended.stderr
+
+
+def test_a_launcher_that_mpi_does_not_know(python):
+    source = "import multimesh; multimesh.init(cpus=2)"
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    ended = python("-c", source, **step)
+    assert ended.code == 1
+    assert "srun started 2 ranks, but MPI on rank 0 sees 1" in ended.stderr
+    assert "--mpi=pmix" in ended.stderr
+
+
+def test_jobs_at_the_same_time_do_not_meet(start_mmrun, write):
+    script = write(
+        """
+        import sys, multimesh
+        multimesh.init(cpus=2)
+        import jax
+        from jax.experimental import multihost_utils
+        print(multihost_utils.process_allgather(jax.numpy.int32(int(sys.argv[1]))).tolist())
+        """
+    )
+    jobs = [start_mmrun(2, script, str(number)) for number in (1, 2)]
+    for number, job in enumerate(jobs, 1):
+        output, errors = job.communicate(timeout=60)
+        assert job.returncode == 0, errors
+        assert sorted(output.splitlines()) == [f"[{rank}] [{number}, {number}]" for rank in (0, 1)]

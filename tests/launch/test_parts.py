@@ -1,0 +1,178 @@
+"""The launcher's parts that need no process: output, the environment, cores, the verdict."""
+
+import os
+
+import pytest
+
+from multimesh.errors import StartupError
+from multimesh.launch import wire
+from multimesh.launch.binding import cores_of_rank
+from multimesh.launch.command import parse_program
+from multimesh.launch.console import ERRORS, OUTPUT, Console
+from multimesh.launch.environment import Launcher, detect_launcher
+from multimesh.launch.verdict import Verdict
+from multimesh.launch.wire import Kind, Message
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        ({}, None),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_ID": "0",
+            },
+            Launcher("Open MPI", 1, 4, 0, 2),
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+            Launcher("PMI", 0, 2, 0, 2),
+        ),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Launcher("PMI", 3, 4)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, None),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            Launcher("srun", 1, 2),
+        ),
+        ({"PMIX_RANK": "2"}, Launcher("PMIx", 2, None)),
+    ],
+)
+def test_launchers_are_known_by_their_environment(environ, launcher):
+    assert detect_launcher(environ) == launcher
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "shares"),
+    [
+        ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
+        ([0, 1, 2, 3, 4], 2, [[0, 1], [2, 3]]),
+        ([4, 6], 1, [[4, 6]]),
+        ([4, 6], 2, [[4], [6]]),
+        ([4, 6], 4, [[4], [6], [4], [6]]),
+    ],
+)
+def test_every_rank_gets_as_many_cores(cores, ranks, shares):
+    assert [cores_of_rank(cores, rank, ranks) for rank in range(ranks)] == shares
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "arguments"),
+    [
+        (["python", "-c", "pass", "-x"], (), ("-c", "pass", "-x")),
+        (["python", "-u", "-Werror", "-m", "pkg", "a"], ("-u", "-Werror"), ("-m", "pkg", "a")),
+        (["python", "-W", "error", __file__], ("-W", "error"), (__file__,)),
+        (["python", "-Xdev", __file__, "-m"], ("-Xdev",), (__file__, "-m")),
+        ([__file__, "a"], (), (__file__, "a")),
+    ],
+)
+def test_python_programs(words, options, arguments):
+    program = parse_program(words)
+    assert program.is_python
+    assert (program.options, program.arguments) == (options, arguments)
+
+
+def test_other_programs():
+    assert not parse_program(["sh", "-c", "true"]).is_python
+    with pytest.raises(StartupError, match="Expected a program after"):
+        parse_program(["python", "-u"])
+
+
+def test_messages_survive_any_cut():
+    class Recorder(bytearray):
+        sendall = bytearray.extend
+
+    stream = Recorder()
+    wire.send(stream, Kind.OUTPUT, 3, b"line\n")
+    wire.send(stream, Kind.EXIT, 1, {"code": 2, "signal": 0})
+    parser, messages = wire.Parser(), []
+    for byte in bytes(stream):
+        messages += parser.feed(bytes([byte]))
+    assert messages[0] == Message(Kind.OUTPUT, 3, b"line\n")
+    assert messages[1].json() == {"code": 2, "signal": 0}
+
+
+ERASE = b"\r\x1b[K"
+
+
+@pytest.fixture
+def terminal():
+    """A descriptor to draw on, and a function that reads what was drawn."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    yield write_end, lambda: os.read(read_end, 65536)
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_bar_is_redrawn_below_other_lines(terminal, monkeypatch):
+    fd, drawn = terminal
+    monkeypatch.setattr("multimesh.launch.console.ERRORS", fd)
+    console = Console(terminal=fd)
+    console.feed(0, fd, b"\r10 %")
+    assert drawn() == b"[0] 10 %"
+    console.feed(1, fd, b"hello\nand")
+    assert drawn() == ERASE + b"[1] hello\n[0] 10 %"
+    console.feed(0, fd, b"\r20 %")
+    assert drawn() == ERASE + b"[0] 20 %"
+    console.feed(0, fd, b"\r100 %\n")
+    assert drawn() == ERASE + b"[0] 100 %\n"
+
+
+def test_chatter_of_gloo_is_taken_out_of_the_line_that_it_interrupts(capfd):
+    chatter = (
+        b"[Gloo] Rank 0 is connected to 1 peer ranks. "
+        b"Expected number of connected peer ranks is : 1\n"
+    )
+    console = Console()
+    console.feed(0, OUTPUT, b"loss = " + chatter[:30])
+    console.feed(0, OUTPUT, chatter[30:] + b"6.5\n" + chatter)
+    console.finish(0)
+    assert capfd.readouterr().out == "[0] loss = 6.5\n"
+
+
+def test_after_a_failure_only_the_failed_rank_is_heard(capfd):
+    console = Console()
+    console.only_rank = 1
+    console.feed(0, ERRORS, b"connection lost\n")
+    console.feed(1, ERRORS, b"last words")
+    console.finish(1)
+    assert capfd.readouterr().err == "[1] last words\n"
+
+
+def message(kind, rank, **payload):
+    class Recorder(bytearray):
+        sendall = bytearray.extend
+
+    stream = Recorder()
+    wire.send(stream, kind, rank, payload)
+    return wire.Parser().feed(bytes(stream))[0]
+
+
+def test_the_first_failure_is_the_jobs():
+    verdict = Verdict(3)
+    for rank in range(3):
+        verdict.hear(message(Kind.HELLO, rank, host="h", is_python=True))
+    verdict.hear(Message(Kind.FINISHED, 0, b""))
+    verdict.hear(message(Kind.EXIT, 0, code=0, signal=0))
+    assert verdict.failure is None
+    verdict.hear(message(Kind.FAILING, 2, code=4, traceback="Traceback"))
+    verdict.hear(message(Kind.EXIT, 1, code=134, signal=6))
+    verdict.hear(message(Kind.EXIT, 2, code=4, signal=0))
+    verdict.close(0)
+    assert verdict.failure.reason == "rank 2 on h failed with exit code 4"
+    assert (verdict.failure.exit_code, verdict.failure.traceback) == (4, "Traceback")
+
+
+def test_a_rank_without_a_word_is_a_failure_whatever_mpiexec_says():
+    verdict = Verdict(1)
+    verdict.close(0)
+    assert verdict.failure.exit_code == 1
+    verdict = Verdict(1)
+    verdict.hear(message(Kind.HELLO, 0, host="h", is_python=True))
+    verdict.lose(0)
+    assert verdict.failure.reason == "rank 0 on h vanished without saying how it ended"
