@@ -126,8 +126,8 @@ class Group(Protocol):
     def allgather(self, obj: Any) -> list[Any]:
         """Returns the objects of all ranks, in order of rank."""
 
-    def gather(self, obj: Any, root: int) -> list[Any] | None:
-        """Returns the objects of all ranks on rank `root`, None elsewhere."""
+    def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Returns the objects of all ranks, in order of rank, on rank `root`; elsewhere None."""
 
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """Returns the object that rank `root` gave."""

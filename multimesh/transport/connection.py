@@ -1,5 +1,7 @@
 """Chooses how the ranks of this job talk to each other."""
 
+import functools
+
 import jax
 
 from multimesh import _mpi
@@ -13,16 +15,16 @@ from multimesh.transport.mpi import MpiTransport
 __all__ = ["connect"]
 
 
-def connect(*, poison: bool = False) -> tuple[Group, Transport]:
+@functools.cache
+def connect() -> tuple[Group, Transport]:
     """Connects the ranks: within the process where there is one, else by MPI.
 
-    Collective on its first call.
-
-    Args:
-      poison: Fill receive buffers with NaNs before use. For tests.
+    Collective on its first call. All steps of a process share the connection, so that the channels
+    of one step never have the tags of another's. With MULTIMESH_EAGER_CHECKS=1, receive buffers are
+    filled with NaNs before use.
 
     Returns:
-      The control plane and a transport.
+      The control plane and the transport.
 
     Raises:
       StartupError: MPI and JAX number the ranks differently.
@@ -37,5 +39,7 @@ def connect(*, poison: bool = False) -> tuple[Group, Transport]:
             f"MPI and JAX must number the ranks alike. Got MPI rank and size {got}, JAX process "
             f"and count {expected}; start JAX by multimesh.init()."
         )
-    timeout = read_config().stall_timeout
-    return MpiGroup(communicator, timeout), MpiTransport(communicator, timeout, poison)
+    config = read_config()
+    group = MpiGroup(communicator, config.stall_timeout)
+    transport = MpiTransport(communicator, config.stall_timeout, poison=config.eager_checks)
+    return group, transport

@@ -18,7 +18,7 @@ class LocalGroup:
         """Returns the one object, in a list."""
         return [obj]
 
-    def gather(self, obj: Any, root: int) -> list[Any] | None:
+    def gather(self, obj: Any, root: int = 0) -> list[Any]:
         """Returns the one object, in a list."""
         del root
         return [obj]
@@ -54,7 +54,7 @@ class MpiGroup:
         self.barrier()
         return self._communicator.allgather(obj)
 
-    def gather(self, obj: Any, root: int) -> list[Any] | None:
+    def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Returns the objects of all ranks on rank `root`, None elsewhere; they travel pickled."""
         self.barrier()
         return self._communicator.gather(obj, root)

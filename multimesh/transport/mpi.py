@@ -6,6 +6,7 @@ the first message is worked out when a channel is opened; what is left for each 
 walk through short lists.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from multimesh.transport.exchange import Message, exchange
 from multimesh.transport.keys import data_layout, is_key, key_wrapper
 from multimesh.transport.local import LocalChannel
 from multimesh.transport.mailbox import MESSAGE_LIMIT, Mailbox
-from multimesh.transport.reshard import Piece
+from multimesh.transport.reshard import Piece, blocks
 from multimesh.transport.shards import Assembly, ShardFinder
 
 __all__ = ["MpiTransport"]
@@ -45,8 +46,8 @@ class MpiTransport:
         message_limit: int = MESSAGE_LIMIT,
     ):
         self._mailbox = Mailbox(communicator, message_limit, stall_timeout)
-        self._pool = BufferPool(poison)
-        self._channels: list[_MpiChannel] = []
+        self._poison = poison
+        self._channels: weakref.WeakSet[_MpiChannel] = weakref.WeakSet()
         self._opened = 0
 
     def open(self, transfer: Transfer, depth: int) -> Channel:
@@ -64,8 +65,8 @@ class MpiTransport:
                 f"{transfer.name}: a step can have at most {self._mailbox.max_tag + 1} transfers "
                 "between ranks with this MPI. Use fewer tasks."
             )
-        channel = _MpiChannel(transfer, tag, depth, self._mailbox, self._pool)
-        self._channels.append(channel)
+        channel = _MpiChannel(transfer, tag, depth, self._mailbox, BufferPool(self._poison))
+        self._channels.add(channel)
         return channel
 
     def flush(self) -> None:
@@ -117,6 +118,8 @@ class _MpiChannel:
         self._wrappers = [key_wrapper(transfer.targets[value]) for value in self._keys]
         self._has_local = bool(self._plan.copies) or any(a.cuts for a in self._plan.arrivals)
         self._instances: dict[int, _Instance] = {}
+        # MPI must not write to memory that went away together with a channel.
+        weakref.finalize(self, _cancel, mailbox, self._instances).atexit = False
         for message in self._plan.incoming:
             pool.reserve(message.nbytes, depth)
         for arrival in self._plan.arrivals:
@@ -157,10 +160,7 @@ class _MpiChannel:
 
     def cancel(self) -> None:
         """Gives up what was posted and not taken."""
-        for instance in self._instances.values():
-            for requests in instance.requests:
-                self._mailbox.cancel(requests)
-        self._instances.clear()
+        _cancel(self._mailbox, self._instances)
 
     def _instance(self, microbatch: int) -> _Instance:
         """The instance of a microbatch; its receives are posted when it is first asked for."""
@@ -236,10 +236,15 @@ class _MpiChannel:
         )
 
 
+def _cancel(mailbox: Mailbox, instances: dict[int, _Instance]) -> None:
+    """Gives up the receives of all instances."""
+    for instance in instances.values():
+        for requests in instance.requests:
+            mailbox.cancel(requests)
+    instances.clear()
+
+
 def _processes(transfer: Transfer) -> set[int]:
     """The processes that take part."""
-    return {
-        device.process_index
-        for layout in (*transfer.sources, *transfer.targets)
-        for device in layout.sharding.device_set
-    }
+    layouts = transfer.sources + transfer.targets
+    return {block.process for layout in layouts for block in blocks(layout)}

@@ -302,5 +302,7 @@ def test_different_values_at_the_ends_are_refused(transport):
 def test_group(group):
     assert 0 <= group.rank < group.size == jax.process_count()
     assert group.allgather({"rank": group.rank}) == [{"rank": r} for r in range(group.size)]
+    gathered = group.gather(group.rank, root=0)
+    assert gathered == (None if group.rank else list(range(group.size)))
     assert group.broadcast(("from", group.rank), root=group.size - 1) == ("from", group.size - 1)
     group.barrier()

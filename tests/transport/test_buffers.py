@@ -26,7 +26,7 @@ def as_array(buffer, position=0):
     return array
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 8, 4096, 1 << 20])
+@pytest.mark.parametrize("nbytes", [1, 8, 4096, 1 << 20])
 def test_leases_are_aligned(nbytes):
     buffer = BufferPool().lease(nbytes)
     assert (buffer.shape, buffer.dtype) == ((nbytes,), np.uint8)
