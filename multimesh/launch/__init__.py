@@ -14,6 +14,7 @@
             -> failure     an uncaught exception on one rank ends the job
             -> ending      a rank that is done waits for the others
 
+    signals                a signal as something that select can wait for
     wire                   the messages from the ranks to mmrun
 
 A rank also works without mmrun: under bare `mpirun` only the `startup` part exists. Nothing here

@@ -13,6 +13,7 @@ The child ends with its supervisor, and the supervisor with mmrun, so a job leav
 import argparse
 import contextlib
 import ctypes
+import io
 import os
 import selectors
 import signal
@@ -24,6 +25,7 @@ from multimesh.launch import wire
 from multimesh.launch.binding import bind_to_cores
 from multimesh.launch.environment import Launcher, detect_launcher
 from multimesh.launch.program import run_program
+from multimesh.launch.signals import signal_pipe
 
 __all__ = ["main"]
 
@@ -37,7 +39,9 @@ def main():
     """The entry point of a rank."""
     options = _parse_arguments()
     launcher = detect_launcher()
-    if options.bind and launcher.local_size:
+    if launcher is None:
+        sys.exit("multimesh.launch.rank is for mmrun: no launcher has started this process.")
+    if options.bind and launcher.local_rank is not None and launcher.local_size:
         bind_to_cores(launcher.local_rank, launcher.local_size)
     outputs = {wire.Kind.OUTPUT: os.pipe(), wire.Kind.ERRORS: os.pipe()}
     parent = os.getpid()
@@ -83,7 +87,8 @@ def _become_program(outputs, parent):
         os.close(read_end)
         os.close(write_end)
     # A pipe is block-buffered, and a line should be seen when it is printed.
-    sys.stdout.reconfigure(line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 class Supervisor:
@@ -100,8 +105,11 @@ class Supervisor:
         self._child = child
         self._readers = readers
         self._connection = connection
-        self._status = None  # the child's exit code, negative for a signal
+        self._signals = signal_pipe((signal.SIGCHLD, *_FORWARDED))
         self._selector = selectors.DefaultSelector()
+        self._is_gone = False
+        self._code = 0  # the child's exit code, or 128 + n after signal n
+        self._signal = 0
 
     def run(self, *, is_python: bool) -> int:
         """Passes on output and signals until the program is gone.
@@ -112,54 +120,38 @@ class Supervisor:
         Returns:
           The exit code for this process: the program's, or 128 + n after signal n.
         """
-        self._watch_signals()
-        for fd in (*self._readers, self._connection):
-            self._selector.register(fd, selectors.EVENT_READ)
+        for source in (*self._readers, self._signals, self._connection.fileno()):
+            self._selector.register(source, selectors.EVENT_READ)
+        self._collect_child()  # it may have ended before its signal could be seen
         try:
             self._send(wire.Kind.HELLO, {"host": socket.gethostname(), "is_python": is_python})
-            while self._status is None:
+            while not self._is_gone:
                 self._pump(None)
             # Said before the rest of the output is read: other ranks notice the loss too, and
             # this is the one to be reported.
-            self._send(wire.Kind.EXIT, {"code": self._exit_code(), "signal": max(0, -self._status)})
+            self._send(wire.Kind.EXIT, {"code": self._code, "signal": self._signal})
             deadline = time.monotonic() + _DRAIN_SECONDS
             while self._readers and time.monotonic() < deadline:
                 self._pump(_DRAIN_SECONDS)
-            code = self._exit_code()
         except OSError:  # mmrun is gone or has closed the connection: the job is over
-            code = 1
-        if code:
+            self._code = self._code or 1
+        if self._code:
             self._kill_group()
-        return code
-
-    def _watch_signals(self):
-        """Turns signals into bytes on a pipe, which `select` can wait for."""
-        read_end, write_end = os.pipe()
-        os.set_blocking(read_end, False)
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end)
-        for number in (signal.SIGCHLD, *_FORWARDED):
-            signal.signal(number, lambda *_: None)
-        self._signals = read_end
-        self._selector.register(read_end, selectors.EVENT_READ)
-        self._collect_child()  # it may have ended before there was a handler
-
-    def _exit_code(self):
-        return 128 - self._status if self._status < 0 else self._status
+        return self._code
 
     def _pump(self, timeout):
         for key, _ in self._selector.select(timeout):
-            self._handle(key.fileobj)
+            self._handle(key.fd)
 
     def _handle(self, source):
-        if source is self._connection:
+        if source == self._connection.fileno():
             # mmrun never writes, so this is the end of the connection.
             raise ConnectionError("mmrun closed the connection")
         if source == self._signals:
             for number in os.read(self._signals, 64):
                 if number == signal.SIGCHLD:
                     self._collect_child()
-                elif self._status is None:
+                elif not self._is_gone:
                     os.kill(self._child, number)
             return
         data = os.read(source, 65536)
@@ -170,10 +162,13 @@ class Supervisor:
             del self._readers[source]
 
     def _collect_child(self):
-        if self._status is None:
-            pid, status = os.waitpid(self._child, os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
+        if self._is_gone:
+            return
+        pid, status = os.waitpid(self._child, os.WNOHANG)
+        if pid:
+            self._is_gone = True
+            self._signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+            self._code = 128 + self._signal if self._signal else os.WEXITSTATUS(status)
 
     def _send(self, kind, payload):
         wire.send(self._connection, kind, self._rank, payload)

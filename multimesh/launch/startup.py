@@ -40,8 +40,8 @@ def init(cpus: int | None = None, *, collectives: str | None = None):
       StartupError: The arguments are wrong or differ between ranks, JAX has already started, or
         the ranks cannot be joined. All ranks raise the same error.
     """
-    launcher = detect_launcher()
-    if _is_parallel(launcher):
+    launcher = _parallel_launcher()
+    if launcher is not None:
         failure.install_excepthook(launcher.rank, launcher.size)
     if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int) or cpus < 1):
         raise StartupError(f"cpus must be a positive integer or None. Got {cpus!r}.")
@@ -56,8 +56,8 @@ def require_init():
     Raises:
       StartupError: A launcher started several ranks, and this one has not called `init`.
     """
-    launcher = detect_launcher()
-    if _is_parallel(launcher) and not _initialize.cache_info().currsize:
+    launcher = _parallel_launcher()
+    if launcher is not None and not _initialize.cache_info().currsize:
         raise StartupError(
             f"{launcher.name} started {launcher.size or 'several'} ranks, but multimesh.init was "
             "not called. Call it at the top of the program, before JAX is used."
@@ -72,16 +72,18 @@ def _initialize(request):
             "multimesh.init was called a second time, with other arguments: "
             f"cpus={request.cpus!r}, collectives={request.collectives!r}. Call it once."
         )
-    launcher = detect_launcher()
-    if _is_parallel(launcher):
+    launcher = _parallel_launcher()
+    if launcher is not None:
         _join_ranks(request, launcher)
     else:
         _start_alone(request)
 
 
-def _is_parallel(launcher):
+def _parallel_launcher() -> Launcher | None:
+    """The launcher that started several ranks, or None for a process of its own."""
+    launcher = detect_launcher()
     # PMIx alone does not say how many ranks there are; MPI will.
-    return launcher is not None and launcher.size != 1
+    return launcher if launcher is not None and launcher.size != 1 else None
 
 
 def _start_alone(request):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from multimesh.launch import console as consoles
 from multimesh.launch import wire
+from multimesh.launch.signals import signal_pipe
 from multimesh.launch.verdict import Verdict
 
 __all__ = ["Job"]
@@ -52,14 +53,15 @@ class Job:
           The exit code: 0, or that of the first rank that failed (128 + n after signal n).
         """
         self._listen()
-        self._watch_signals()
+        signals = signal_pipe((signal.SIGCHLD, *_STOP_SIGNALS))
+        self._selector.register(signals, selectors.EVENT_READ, self._on_signals)
         mpiexec = subprocess.Popen(
             command,
             env={**environ, wire.ADDRESS_VARIABLE: self._address},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for stream in (mpiexec.stdout, mpiexec.stderr):
+        for stream in filter(None, (mpiexec.stdout, mpiexec.stderr)):
             self._selector.register(stream, selectors.EVENT_READ, self._read_mpiexec)
         try:
             self._follow(mpiexec)
@@ -76,16 +78,6 @@ class Job:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _watch_signals(self):
-        """Turns signals into bytes on a pipe, which `select` can wait for."""
-        read_end, write_end = os.pipe()
-        for end in (read_end, write_end):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(write_end)
-        for number in (signal.SIGCHLD, *_STOP_SIGNALS):
-            signal.signal(number, lambda *_: None)
-        self._selector.register(read_end, selectors.EVENT_READ, self._on_signals)
-
     def _follow(self, mpiexec):
         while mpiexec.poll() is None:
             for key, _ in self._selector.select(self._patience()):
@@ -94,7 +86,7 @@ class Job:
                     key.data(key.fileobj)
             self._verdict.check_join()
             if self._verdict.failure:
-                self._end(mpiexec)
+                self._end(mpiexec, self._verdict.failure)
         self._drain()
 
     def _patience(self) -> float | None:
@@ -105,15 +97,15 @@ class Job:
             return max(0.0, self._verdict.join_deadline - time.monotonic())
         return None
 
-    def _end(self, mpiexec):
+    def _end(self, mpiexec, failure):
         """Ends a job that has failed, one step each time that it is called."""
         now = time.monotonic()
         if self._failed_at is None:
             self._failed_at = now
             # What the others have written until now is shown; not their echo of the failure.
             self._drain()
-            self._console.only_rank = self._verdict.failure.rank
-        is_talking = self._verdict.failure.rank in self._ranks.values()
+            self._console.only_rank = failure.rank
+        is_talking = failure.rank in self._ranks.values()
         if self._stopped_at is None:
             if is_talking and now < self._failed_at + _LAST_WORDS:
                 return
@@ -208,7 +200,7 @@ class Job:
         failure = self._verdict.failure
         if failure is None:
             return 0
-        if failure.traceback:
+        if failure.traceback and failure.rank is not None:
             self._console.show(failure.rank, failure.traceback.encode())
         self._console.say(f"mmrun: {failure.reason}")
         return failure.exit_code

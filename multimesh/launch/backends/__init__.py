@@ -1,6 +1,6 @@
 """One file per kind of mpiexec: how to start N ranks with it on this host.
 
-Each has `command(mpiexec, ranks, rank_command)` and `environment(environ, ranks)`, pure functions.
+Each has `command(mpiexec, ranks, rank_command)` and `environment(environ)`, pure functions.
 """
 
 from multimesh.launch.backends import mpich, openmpi
