@@ -98,7 +98,8 @@ class BatchSpec:
                     f"Got {got}{list(array.shape)}."
                 )
         return [
-            array.astype(dtype, copy=False) for array, dtype in zip(arrays, self.dtypes, strict=True)
+            array.astype(dtype, copy=False)
+            for array, dtype in zip(arrays, self.dtypes, strict=True)
         ]
 
 
@@ -163,7 +164,9 @@ def _process_groups(place: Submesh, batch_axis: str) -> list[set[int]]:
     """The processes of each share of a submesh, in order of rows."""
     ((axes),) = resolve_spec((batch_axis,), place.axes)
     names = list(place.mesh.axis_names)
-    devices = np.moveaxis(place.mesh.devices, [names.index(axis) for axis in axes], range(len(axes)))
+    devices = np.moveaxis(
+        place.mesh.devices, [names.index(axis) for axis in axes], range(len(axes))
+    )
     parts = devices.reshape(int(np.prod(devices.shape[: len(axes)], initial=1)), -1)
     owners = [{device.process_index for device in part} for part in parts]
     groups = [owner for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
@@ -216,8 +219,7 @@ class Placer:
         self.local_rows = spec.rows // self.microbatches
         self.checked = False
         self.leaf_of = {
-            entry.inner: cut.step.arguments.index(entry.whole) - first
-            for entry in cut.step.slices
+            entry.inner: cut.step.arguments.index(entry.whole) - first for entry in cut.step.slices
         }
         self.reads = self._reads()
         # Decided from the plan, so that every rank exchanges shares or none does.
@@ -300,9 +302,7 @@ class Placer:
         if not self.exchanges:  # only rows of the own share are read: the others may be anything
             return [leaves] * self.shares.count
         everything = self.group.allgather(leaves)
-        return [
-            everything[self.shares.of_rank.index(share)] for share in range(self.shares.count)
-        ]
+        return [everything[self.shares.of_rank.index(share)] for share in range(self.shares.count)]
 
     def _compare(self, leaves: list[np.ndarray]) -> None:
         if self.group.size == 1:

@@ -1,9 +1,9 @@
 """Every environment variable that multimesh reads, parsed and checked in one place.
 
-    MULTIMESH_DEVICES_PER_RANK   CPU devices each rank owns (set by `mmrun --devices-per-rank`)
-    MULTIMESH_STALL_TIMEOUT      seconds a rank waits for a message before it raises `StallError`
-    MULTIMESH_START_TIMEOUT      seconds a rank waits for the others to start
-    MULTIMESH_EAGER_CHECKS       "1": check the invariants of every compiler pass on its output
+MULTIMESH_DEVICES_PER_RANK   CPU devices each rank owns (set by `mmrun --devices-per-rank`)
+MULTIMESH_STALL_TIMEOUT      seconds a rank waits for a message before it raises `StallError`
+MULTIMESH_START_TIMEOUT      seconds a rank waits for the others to start
+MULTIMESH_EAGER_CHECKS       "1": check the invariants of every compiler pass on its output
 """
 
 import os

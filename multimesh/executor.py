@@ -4,6 +4,7 @@ Only arrays move here. Everything that can be decided before the first step (whi
 which channel, which slots) is bound into closures when the executor is made.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,27 @@ class Executor:
         except StallError as exc:
             last = self._text(self.instructions[done - 1]) if done > 0 else "none"
             raise StallError(f"{exc} The last instruction this rank finished: {last}.") from exc
+
+    def measure(self, store: Store) -> dict[int, list[float]]:
+        """Runs one step, waiting for each task to end before the next begins.
+
+        Args:
+          store: As for `run`.
+
+        Returns:
+          The seconds of every run of each local task, by task index.
+        """
+        seconds: dict[int, list[float]] = {}
+        for instruction, action in zip(self.instructions, self.bound, strict=True):
+            jax.block_until_ready([store[slot] for slot in instruction.reads])
+            start = time.perf_counter()
+            action(store)
+            if instruction.op == Op.RUN:
+                kept = [store[slot] for slot in instruction.writes]
+                jax.block_until_ready([value for value in kept if value is not None])
+                seconds.setdefault(instruction.index, []).append(time.perf_counter() - start)
+        self.transport.flush()
+        return seconds
 
     def _text(self, instruction: Instruction) -> str:
         where = (

@@ -76,7 +76,9 @@ def _atom(atom, names: _Names) -> str:
 def _params(params) -> str:
     """Parameters whose text is the same in every process (functions print their address)."""
     plain = (int, float, str, bool, tuple, np.dtype, type(None))
-    return str({k: v for k, v in params.items() if isinstance(v, plain) and " at 0x" not in repr(v)})
+    return str(
+        {k: v for k, v in params.items() if isinstance(v, plain) and " at 0x" not in repr(v)}
+    )
 
 
 def _digest(*parts: str | bytes) -> str:

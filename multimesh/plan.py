@@ -6,8 +6,8 @@ A value of the loop exists once for each microbatch: an *instance* is a value an
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jax.extend import core
@@ -19,6 +19,8 @@ from multimesh.schedule import (
     Timeline,
     build,
     format_schedule,
+    parse_schedule,
+    simulate,
     validate,
 )
 from multimesh.stages.cut import CutStep
@@ -82,6 +84,19 @@ class Plan:
     def tasks(self) -> tuple[TaskSpec, ...]:
         """The tasks of the step."""
         return self.cut.tasks
+
+    def predict(self, seconds: Mapping[str, float]) -> Timeline:
+        """Simulates the schedule with measured task times and messages that take no time.
+
+        Args:
+          seconds: The time of each task, by name.
+
+        Returns:
+          The timeline; its makespan is the shortest step that these tasks allow in this order.
+        """
+        tasks = tuple(replace(task, cost=seconds[task.name]) for task in self.graph.tasks)
+        graph = replace(self.graph, tasks=tasks)
+        return simulate(graph, parse_schedule(graph, self.schedule))
 
     def section(self, bundle: Bundle) -> str:
         """Where a bundle is made: "arguments", "before", "loop" or "after"."""
@@ -196,8 +211,7 @@ _COSTS = {"forward": 1.0, "backward": 2.0, "both": 3.0, "once": 0.1}
 
 
 def _sources(var: core.Var, flow: Flow) -> Iterable[tuple[int, bool]]:
-    """The tasks that a reader of a value waits for, and whether it is those of the microbatch
-    before."""
+    """The tasks that a reader waits for, each with whether in the microbatch before."""
     if var in flow.inner:
         carry = flow.inner[var]
         for source, _ in _sources(carry.initial, flow):

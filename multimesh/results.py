@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-
 from multimesh.plan import Flow, Instance, Plan
 from multimesh.state import State, assemble, without_shards
 

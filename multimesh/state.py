@@ -45,7 +45,12 @@ class State:
     """Takes a state apart into a step's slots, and knows what its leaves must look like."""
 
     def __init__(
-        self, plan: Plan, slots: Mapping[tuple[Instance, int], int], tree: Any, mesh: Mesh, rank: int
+        self,
+        plan: Plan,
+        slots: Mapping[tuple[Instance, int], int],
+        tree: Any,
+        mesh: Mesh,
+        rank: int,
     ):
         self.tree = tree
         self.everywhere = NamedSharding(mesh, PartitionSpec())

@@ -1,10 +1,11 @@
 """A planned, compiled, callable step: state and batch in, results and new state out.
 
-    trace -> cut -> plan          the same on every rank, compared by fingerprint
-    compile -> open -> warm up    each rank only its own tasks, all before the first message
-    call                          place the batch, run the instructions, assemble the results
+trace -> cut -> plan          the same on every rank, compared by fingerprint
+compile -> open -> warm up    each rank only its own tasks, all before the first message
+call                          place the batch, run the instructions, assemble the results
 """
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -259,13 +260,36 @@ class Step:
                 "This batch was prepared for another step. Use the prepare_batch that "
                 "parallelize_step returned together with this step_fn."
             )
+        store, leaves = self._fill(state, batch)
+        self.executor.run(store)
+        return self._collect(store, leaves)
+
+    def measure(self, state: Any, batch: PlacedBatch) -> tuple[dict[str, float], Any, Any]:
+        """Runs the step task by task, and takes the time of each. Collective.
+
+        Returns:
+          The median seconds of each task of the plan, on its slowest rank; then the results and
+          the new state.
+        """
+        store, leaves = self._fill(state, batch)
+        measured = self.executor.measure(store)
+        medians = {self.plan.tasks[i].name: statistics.median(t) for i, t in measured.items()}
+        slowest: dict[str, float] = {}
+        for theirs in self.context.group.allgather(medians):
+            for name, seconds in theirs.items():
+                slowest[name] = max(seconds, slowest.get(name, 0.0))
+        return slowest, *self._collect(store, leaves)
+
+    def _fill(self, state: Any, batch: PlacedBatch) -> tuple[list, list]:
         store: list[Any] = [None] * self.executor.size
         leaves = self.state.fill(store, state)
         for (var, submesh, microbatch), array in batch.arrays.items():
             slot = self.slots.get((Instance(var, microbatch), submesh))
             if slot is not None:
                 store[slot] = array
-        self.executor.run(store)
+        return store, leaves
+
+    def _collect(self, store: list, leaves: list) -> tuple[Any, Any]:
         results, new_leaves = self.results.collect(store, leaves)
         new_state = jax.tree.unflatten(self.state.tree, new_leaves) if new_leaves else None
         return jax.tree.unflatten(self.results_tree, results), new_state

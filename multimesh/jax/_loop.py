@@ -11,7 +11,9 @@ from multimesh.stages.scopes import LOOP_SCOPE
 __all__ = ["sum_over_microbatches"]
 
 
-def sum_over_microbatches(function: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
+def sum_over_microbatches(
+    function: Callable[[Any], tuple[Any, Any]], batch: Any
+) -> tuple[Any, Any]:
     """Runs a function on each microbatch, adding up one part of its result.
 
     Args:

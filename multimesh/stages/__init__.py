@@ -1,0 +1,17 @@
+"""What a stage is: from registered tasks and a traced step to compiled programs.
+
+registry    what the user registered: patterns over module scopes, submeshes, logical axes
+trace       the whole step as one jaxpr, with logical axes
+scopes      what an equation's name stack says
+flatten     one flat list of labelled equations before, in and after the microbatch loop
+hoist       what does not change with the microbatch leaves the loop
+placement   the submesh of each equation
+accumulate  one accumulator for each submesh that feeds a gradient
+partition   placed equations become tasks
+shardings   how each value lies on the devices of a submesh
+cut         runs the passes above, in order
+program     compiles a task
+initialize  makes each part of the state where it lives
+
+Each pass is a function of data to data; nothing is compiled before `program`.
+"""

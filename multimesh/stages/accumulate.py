@@ -107,9 +107,7 @@ class _Splitter:
         if node is None or self.uses[atom] != 1:
             return [(atom, chain)]
         if node.eqn.primitive.name in _ADD and len(node.inputs) == 2:
-            return [
-                term for operand in node.eqn.invars for term in self._terms(operand, chain)
-            ]
+            return [term for operand in node.eqn.invars for term in self._terms(operand, chain)]
         if node.eqn.primitive.name in _LINEAR:
             below = self._terms(node.eqn.invars[0], [node, *chain])
             return below if len(below) > 1 else [(atom, chain)]

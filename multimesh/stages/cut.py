@@ -96,7 +96,9 @@ def cut(
         labels.check_patterns()
     fixed = {step.arguments[index]: known for index, known in signature.shardings.items()}
     homes = {
-        var: None if known.mesh == mesh and known.is_fully_replicated else mesh_positions(known.mesh)
+        var: None
+        if known.mesh == mesh and known.is_fully_replicated
+        else mesh_positions(known.mesh)
         for var, known in fixed.items()
     }
     submeshes = _submeshes(step, labels, mesh, [place for place in homes.values() if place])
@@ -119,9 +121,7 @@ def cut(
         step,
         submeshes,
         argument_names=dict(zip(step.arguments, signature.names, strict=True)),
-        same_as={
-            step.arguments[a]: step.arguments[b] for a, b in signature.companions.items()
-        },
+        same_as={step.arguments[a]: step.arguments[b] for a, b in signature.companions.items()},
         fixed=fixed,
         rows=signature.rows,
         batch_axis=signature.batch_axis,

@@ -231,7 +231,7 @@ class _Opener:
         return self.emit(eqn, [argument], scope, out)[0]
 
     def both_branches(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
-        """Evaluates every branch of a `cond` and selects: its parts may lie on several submeshes."""
+        """Evaluates every branch of a `cond` and selects: they may lie on several submeshes."""
         index, *operands = args
         branches = [
             self.inline(branch.jaxpr, branch.consts, operands, scope, out)

@@ -59,7 +59,9 @@ class Initializer:
     def run(self, program: Program) -> dict[int, jax.Array]:
         """Runs a submesh's part; returns its state leaves by index."""
         values = dict(zip(program.task.outputs, program.call(), strict=True))
-        return {leaf: values[self.step.outputs[leaf]] for leaf in self.leaves_of(program.task.submesh)}
+        return {
+            leaf: values[self.step.outputs[leaf]] for leaf in self.leaves_of(program.task.submesh)
+        }
 
     # What `compile_task` asks about shardings.
 

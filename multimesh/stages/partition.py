@@ -95,9 +95,7 @@ class _Cutter:
         self.sections = {"before": step.before, "loop": step.loop, "after": step.after}
         everything = [node for section in SECTIONS for node in self.sections[section]]
         self.index = {node: position for position, node in enumerate(everything)}
-        self.section_of = {
-            node: section for section in SECTIONS for node in self.sections[section]
-        }
+        self.section_of = {node: section for section in SECTIONS for node in self.sections[section]}
         self.definition = {var: node for node in everything for var in node.outputs}
         self.group_of: dict[Node, _Group] = {}
         self.groups: list[_Group] = []

@@ -51,7 +51,10 @@ def compile_task(
     results = [shardings.of(var, task.submesh) for var in task.outputs]
     function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))
     jitted = jax.jit(
-        _named(function, task.name), in_shardings=places, out_shardings=results, donate_argnums=donated
+        _named(function, task.name),
+        in_shardings=places,
+        out_shardings=results,
+        donate_argnums=donated,
     )
     avals = [
         jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=place)

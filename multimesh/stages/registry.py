@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 
 from multimesh.errors import RegistryError
 
-__all__ = ["Label", "Registry", "Task", "TaskMesh", "clear_tasks", "default_registry", "register_task"]
+__all__ = [
+    "Label",
+    "Registry",
+    "Task",
+    "TaskMesh",
+    "clear_tasks",
+    "default_registry",
+    "register_task",
+]
 
 AxisName = str
 DeviceAxes = AxisName | tuple[AxisName, ...] | None

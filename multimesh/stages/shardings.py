@@ -213,7 +213,10 @@ class Shardings:
                 f"{where}: {what} does not divide by {how}. Change the layer's size, the "
                 "TaskMesh, or leave the logical axis out of logical_axes."
             )
-        notice = f"An activation of shape {var.aval.shape} is not sharded in {where}: {what} does not divide by {how}."
+        notice = (
+            f"An activation of shape {var.aval.shape} is not sharded in {where}: {what} does not "
+            f"divide by {how}."
+        )
         if notice not in self.notices:
             self.notices.add(notice)
             logger.warning(notice)

@@ -67,7 +67,9 @@ class EvalFunction:
             **{index: value[()] for index, value in summed.items()},
             **{index: self._in_order(parts) for index, parts in rows.items()},
         }
-        return jax.tree.unflatten(self._step.output_tree["tree"], [merged[i] for i in sorted(merged)])
+        return jax.tree.unflatten(
+            self._step.output_tree["tree"], [merged[i] for i in sorted(merged)]
+        )
 
     def _in_order(self, microbatches: list[np.ndarray]) -> np.ndarray:
         """Rows of `(microbatch, share, row)` to the order of the shares, one after another."""
@@ -165,7 +167,9 @@ def _sharding(leaf: Any) -> NamedSharding:
     )
 
 
-def _evaluate(function, params, batch, reduction, microbatches: int, tree: dict) -> tuple[Any, None]:
+def _evaluate(
+    function, params, batch, reduction, microbatches: int, tree: dict
+) -> tuple[Any, None]:
     """The whole pass as plain JAX; notes the tree of the outputs in `tree`."""
 
     def microbatch(rows):

@@ -90,7 +90,9 @@ def compare_requests(context: Context, spec: BatchSpec, options: dict[str, Any])
         context.group,
         {
             "registered tasks": "; ".join(context.registry.describe()) or "(none)",
-            "batch": str(dict(zip(spec.names, zip(spec.dtypes, spec.shapes, strict=True), strict=True))),
+            "batch": str(
+                dict(zip(spec.names, zip(spec.dtypes, spec.shapes, strict=True), strict=True))
+            ),
             "mesh": str(context.mesh),
             **{name: repr(value) for name, value in options.items()},
         },

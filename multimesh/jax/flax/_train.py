@@ -81,6 +81,19 @@ class StepFunction:
         (loss, aux), state = self._step(state, batch)
         return ((loss, aux) if self._has_aux else loss), state
 
+    def measure(self, state: TrainState, batch: Any) -> tuple[dict[str, float], TrainState]:
+        """Runs one step task by task, and takes the time of each. Collective.
+
+        Args:
+          state: As for a step.
+          batch: What `prepare_batch` returned.
+
+        Returns:
+          The median seconds of each task, by name, on its slowest rank; and the new state.
+        """
+        seconds, _, state = self._step.measure(state, batch)
+        return seconds, state
+
 
 class PrepareBatch:
     """Places a share of a batch on the devices: `prepare_batch(local_batch)`.
@@ -295,7 +308,9 @@ class _Init:
         if shares > 1:  # an initializer may read the batch, so it gets all of it
             everyone = context.group.allgather(example)
             ranks = [step.shares.of_rank.index(share) for share in range(shares)]
-            example = [np.concatenate(leaf) for leaf in zip(*(everyone[r] for r in ranks), strict=True)]
+            example = [
+                np.concatenate(leaf) for leaf in zip(*(everyone[r] for r in ranks), strict=True)
+            ]
         state = step.state
         closed = trace(self.state, self._arguments(self.spec.rows * shares), self.names)
         initializer = Initializer(
