@@ -7,6 +7,8 @@ from multimesh.transport.waiting import wait_until
 
 __all__ = ["LocalGroup", "MpiGroup"]
 
+_LONGEST_SLEEP = 1e-3  # seconds: another rank may compile for minutes
+
 
 class LocalGroup:
     """The group of a single process. See `base.Group`."""
@@ -70,7 +72,8 @@ class MpiGroup:
         Raises:
           StallError: Another rank did not come within the timeout.
         """
-        if not wait_until(self._communicator.Ibarrier().Test, self._stall_timeout):
+        arrived = self._communicator.Ibarrier().Test
+        if not wait_until(arrived, self._stall_timeout, _LONGEST_SLEEP):
             raise StallError(
                 f"Rank {self.rank} waited {self._stall_timeout:g} s for the other "
                 f"{self.size - 1} ranks to reach the same point. Expected all ranks to run the "

@@ -12,6 +12,9 @@ from multimesh.transport.waiting import wait_until
 
 __all__ = ["MESSAGE_LIMIT", "Mailbox"]
 
+# Where it may not copy from process to process, MPI moves a large message in pieces of some 32 KiB,
+# and only while both sides poll: with sleeps of 1 ms, 4 MiB took 100 ms in place of 5.
+_LONGEST_SLEEP = 50e-6  # seconds
 MESSAGE_LIMIT = 1 << 30  # bytes: MPI counts in C ints, which end at 2 GiB
 
 
@@ -79,7 +82,7 @@ class Mailbox:
         Returns:
           Whether they were within the timeout.
         """
-        return wait_until(lambda: self.done(requests), self.stall_timeout)
+        return wait_until(lambda: self.done(requests), self.stall_timeout, _LONGEST_SLEEP)
 
     def done(self, requests: list[Any]) -> bool:
         """Whether all requests are done."""

@@ -10,10 +10,9 @@ from collections.abc import Callable
 __all__ = ["wait_until"]
 
 _SPIN = 50e-6  # seconds: messages that are nearly there come without the price of a sleep
-_LONGEST_SLEEP = 1e-3  # seconds
 
 
-def wait_until(done: Callable[[], bool], timeout: float) -> bool:
+def wait_until(done: Callable[[], bool], timeout: float, longest_sleep: float) -> bool:
     """Polls `done`: at first at full speed, then ever less often.
 
     Each sleep is an eighth of what was waited so far, so it adds at most an eighth to the wait.
@@ -21,6 +20,7 @@ def wait_until(done: Callable[[], bool], timeout: float) -> bool:
     Args:
       done: Whether the wait is over. It also drives MPI forward, so it is always called once.
       timeout: Seconds.
+      longest_sleep: Seconds.
 
     Returns:
       Whether `done` came true in time.
@@ -33,5 +33,5 @@ def wait_until(done: Callable[[], bool], timeout: float) -> bool:
         if waited > timeout:
             return False
         if waited > _SPIN:
-            time.sleep(min(waited / 8, _LONGEST_SLEEP))
+            time.sleep(min(waited / 8, longest_sleep))
     return True

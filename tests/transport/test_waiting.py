@@ -11,25 +11,25 @@ from multimesh.transport.waiting import wait_until
 
 def test_what_is_there_needs_one_look():
     looks = []
-    assert wait_until(lambda: looks.append(1) or True, timeout=0)
+    assert wait_until(lambda: looks.append(1) or True, timeout=0, longest_sleep=1e-3)
     assert looks == [1]
 
 
 def test_it_ends_at_the_timeout():
     start = time.monotonic()
-    assert not wait_until(lambda: False, timeout=0.05)
+    assert not wait_until(lambda: False, timeout=0.05, longest_sleep=1e-3)
     assert 0.05 <= time.monotonic() - start < 1
 
 
 def test_it_does_not_poll_at_full_speed():
     looks = []
-    wait_until(lambda: bool(looks.append(1)), timeout=0.2)
+    wait_until(lambda: bool(looks.append(1)), timeout=0.2, longest_sleep=1e-3)
     assert len(looks) < 2000  # at full speed it would be a hundred times as many
 
 
 def test_it_sees_the_end_soon():
     end = time.monotonic() + 0.1
-    assert wait_until(lambda: time.monotonic() > end, timeout=10)
+    assert wait_until(lambda: time.monotonic() > end, timeout=10, longest_sleep=1e-3)
     assert time.monotonic() - end < 0.5
 
 
