@@ -2,17 +2,21 @@
 
 How a step flows through the package, in the order in which the parts import one another:
 
-    errors, config, _compat, _mpi   what everything else stands on
-    launch      how ranks come to be: mmrun, and init() inside a rank
-    stages      what a stage is: registry -> trace -> placement -> partition -> program
-    schedule    in which order: a table of (task, microbatch), simulated before use
-    transport   how a value moves from one submesh to another
-    plan        tasks x schedule x transfers -> one instruction list per rank
-    executor    runs a rank's instructions
-    step        a planned, compiled, callable step
-    jax         the public API: multimesh.jax, multimesh.jax.flax
+    errors, config, _compat, _mpi  what everything else stands on
+    launch                         how ranks come to be: mmrun, and init() inside a rank
+    stages                         registry -> trace -> placement -> partition -> program
+    schedule                       in which order: a table of (task, microbatch), tried before use
+    transport                      how a value moves from one submesh to another
+    plan                           tasks x schedule x transfers, the same on every rank
+    lowering                       a rank's instructions: run, post, send, take
+    executor                       runs them
+    fingerprint                    compares the plans of all ranks
+    batch, state, results          what enters and leaves a step
+    step                           a planned, compiled, callable step
+    jax                            the public API: multimesh.jax, multimesh.jax.flax
 
-A module imports only from lines above its own. Importing this module imports no JAX, so that
+A module imports only from those named before its own; stages, schedule and transport import
+nothing of one another (tests/test_layers.py). Importing this module imports no JAX, so that
 `init` can still choose the devices.
 """
 

@@ -1,0 +1,51 @@
+"""The public names. Whoever changes one changes this file, and the CHANGELOG."""
+
+import importlib
+
+import pytest
+
+PUBLIC = {
+    "multimesh": ["__version__", "init"],
+    "multimesh.errors": [
+        "BatchError",
+        "MultimeshError",
+        "PlacementError",
+        "RankMismatchError",
+        "RegistryError",
+        "ScheduleError",
+        "StallError",
+        "StartupError",
+        "UsageError",
+    ],
+    "multimesh.jax": ["Task", "TaskMesh", "Weighted", "clear_tasks", "fetch", "register_task"],
+    "multimesh.jax.flax": ["GlobalStep", "LocalStep", "parallelize_eval", "parallelize_step"],
+    "jax_plugins.multimesh": ["init", "initialize"],
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names(module):
+    module = importlib.import_module(module)
+    assert sorted(module.__all__) == PUBLIC[module.__name__]
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("module", ["multimesh.jax", "multimesh.jax.flax", "multimesh.errors"])
+def test_public_names_have_docstrings(module):
+    module = importlib.import_module(module)
+    assert [name for name in module.__all__ if not getattr(module, name).__doc__] == []
+
+
+def test_init_has_one_implementation():
+    assert (
+        importlib.import_module("multimesh").init
+        is importlib.import_module("jax_plugins.multimesh").init
+    )
+
+
+def test_errors_can_be_caught_by_their_general_names():
+    errors = importlib.import_module("multimesh.errors")
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), errors.MultimeshError)
+    assert issubclass(errors.UsageError, ValueError)
+    assert issubclass(errors.StallError, TimeoutError)
