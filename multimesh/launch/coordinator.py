@@ -111,13 +111,13 @@ def _wait_for_listener(address, timeout):
 
 def _exempt_from_proxy(host):
     """Keeps gRPC from sending the traffic between ranks to a proxy of the environment."""
+    # JAX warns that a proxy may make ranks wait for ever; not these.
+    jax.config.update("jax_check_proxy_envs", False)
     if not {"http_proxy", "https_proxy", "grpc_proxy"} & os.environ.keys():
         return
     name = "no_grpc_proxy"  # gRPC reads only the small letters
     exempt = os.environ.get(name) or os.environ.get("no_proxy")
     os.environ[name] = f"{exempt},{host}" if exempt else host
-    # JAX warns that a proxy may make ranks wait for ever; not these.
-    jax.config.update("jax_check_proxy_envs", False)
 
 
 def _check_nonce(nonce, rank, address, timeout):

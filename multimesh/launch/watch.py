@@ -62,6 +62,7 @@ class Job:
             stderr=subprocess.PIPE,
         )
         for stream in filter(None, (mpiexec.stdout, mpiexec.stderr)):
+            os.set_blocking(stream.fileno(), False)
             self._selector.register(stream, selectors.EVENT_READ, self._read_mpiexec)
         try:
             self._follow(mpiexec)
@@ -88,6 +89,9 @@ class Job:
             if self._verdict.failure:
                 self._end(mpiexec, self._verdict.failure)
         self._drain()
+        for key in list(self._selector.get_map().values()):
+            if key.data == self._read_mpiexec:
+                self._read_mpiexec(key.fileobj)
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without having heard anything."""
@@ -178,7 +182,10 @@ class Job:
                 self._read_rank(connection)
 
     def _read_mpiexec(self, stream):
-        data = os.read(stream.fileno(), 65536)
+        try:
+            data = os.read(stream.fileno(), 65536)
+        except BlockingIOError:
+            return
         if not data:
             self._selector.unregister(stream)
         elif self._verdict.failure is None:
