@@ -124,6 +124,8 @@ class Shardings:
             if argument.aval.shape == model.aval.shape and model in self.specs:
                 self.specs.setdefault(argument, self.specs[model])
         self._through_updates()
+        self.carried: set[core.Var] = set()
+        self._through_carries()
         self.sliced = {entry.inner for entry in step.slices}
         self.in_loop = {var for node in step.loop for var in node.outputs} | self.sliced
         self.arguments = set(step.arguments)
@@ -154,6 +156,15 @@ class Shardings:
                 for var in cohorts.members(argument):
                     self.specs.setdefault(var, self.specs[argument])
 
+    def _through_carries(self) -> None:
+        """What the loop hands on lies the same wherever it is named."""
+        for carry in self.step.carries:
+            names = (carry.initial, carry.final, carry.inner, carry.update)
+            self.carried.update(names)
+            known = next((self.specs[var] for var in names if var in self.specs), None)
+            if known is not None:
+                self.specs.update(dict.fromkeys(names, known))
+
     def of(self, var: core.Var, submesh: int) -> NamedSharding:
         """Returns how a value lies on a submesh.
 
@@ -176,7 +187,8 @@ class Shardings:
     def rows_spec(self, var: core.Var, place: Submesh) -> PartitionSpec:
         """Shards the rows of a microbatch over the axes that the batch is mapped to."""
         shape = var.aval.shape
-        if var not in self.in_loop or not shape or shape[0] != self.rows:
+        batched = var in self.in_loop and var not in self.carried
+        if not batched or not shape or shape[0] != self.rows:
             return PartitionSpec()
         ((axes),) = resolve_spec((self.batch_axis,), place.axes)
         size = int(np.prod([place.mesh.shape[axis] for axis in axes], initial=1))

@@ -24,7 +24,8 @@ __all__ = [
     "UntiedHead",
 ]
 
-_kernel_init = nn.initializers.xavier_normal()
+# Uniform: a normal distribution would take most of the compiler's time.
+_kernel_init = nn.initializers.xavier_uniform()
 _partitioned = partial(nn.with_partitioning, _kernel_init, ("data", "model"))
 
 
@@ -93,25 +94,37 @@ class Auxiliary(nn.Module):
         return Layer(self.width, name="layer_1")(hidden), balance
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block; attends to `memory` too where there is one."""
+class Attention(nn.Module):
+    """Attention with one head, from `x` to `memory`."""
 
     width: int
-    heads: int = 2
+
+    @nn.compact
+    def __call__(self, x, memory, mask=None):
+        # No biases: a softmax does not see the key's bias, so its gradient is pure rounding,
+        # which Adam would blow up to the size of a learning rate.
+        dense = partial(nn.Dense, use_bias=False, kernel_init=_partitioned())
+        query = dense(self.width, name="query")(x)
+        key, value = jnp.split(dense(2 * self.width, name="memory")(memory), 2, axis=-1)
+        scores = query @ key.mT / self.width**0.5
+        scores = scores if mask is None else jnp.where(mask, scores, -1e9)
+        return nn.softmax(scores) @ value
+
+
+class Block(nn.Module):
+    """A small transformer block; attends to `memory` too where there is one."""
+
+    width: int
 
     @nn.compact
     def __call__(self, x, memory=None, mask=None):
         x = with_sharding_constraint(x, P("batch"))
-        x = x + self._attention("attention")(nn.LayerNorm()(x), mask=mask)
+        y = nn.LayerNorm()(x)
+        x = x + Attention(self.width, name="attention")(y, y, mask)
         if memory is not None:
-            x = x + self._attention("cross_attention")(nn.LayerNorm()(x), memory)
-        y = nn.Dense(2 * self.width, kernel_init=_partitioned())(nn.LayerNorm()(x))
-        return x + nn.Dense(self.width, kernel_init=_partitioned())(nn.gelu(y))
-
-    def _attention(self, name):
-        # No biases: a softmax does not see the key's bias, so its gradient is pure rounding,
-        # which Adam would blow up to the size of a learning rate.
-        return nn.MultiHeadDotProductAttention(self.heads, use_bias=False, name=name)
+            x = x + Attention(self.width, name="cross_attention")(x, memory)
+        y = nn.gelu(nn.Dense(2 * self.width, kernel_init=_partitioned())(x))
+        return x + nn.Dense(self.width, kernel_init=_partitioned())(y)
 
 
 class Transformer(nn.Module):
@@ -126,7 +139,7 @@ class Transformer(nn.Module):
         tokens = batch["tokens"]
         embed = nn.Embed(self.vocabulary, self.width, embedding_init=_partitioned(), name="embed")
         position = self.param("position", _kernel_init, (tokens.shape[1], self.width))
-        mask = nn.make_causal_mask(tokens)
+        mask = nn.make_causal_mask(tokens)[:, 0]
         x = embed(tokens) + position
         for i in range(self.blocks):
             x = Block(self.width, name=f"block_{i}")(x, mask=mask)
