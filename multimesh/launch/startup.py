@@ -96,6 +96,9 @@ def _start_alone(request):
 
 
 def _join_ranks(request, launcher):
+    # Importing JAX takes seconds, and ranks that wait in MPI meanwhile keep polling: first this.
+    from multimesh.launch import coordinator, ending
+
     timeout = read_config().start_timeout
     # MPI starts only when every rank does. Only mmrun can see from outside which one does not.
     wire.notify(wire.Kind.JOINING, {"timeout": timeout})
@@ -104,9 +107,6 @@ def _join_ranks(request, launcher):
     communicator = _mpi.communicator()
     devices = _agree(communicator, request)
     _configure_jax(devices, "gloo")
-
-    from multimesh.launch import coordinator, ending
-
     coordinator.connect_ranks(communicator, timeout)
     ending.end_together(communicator.Dup())
 

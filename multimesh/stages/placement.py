@@ -233,16 +233,23 @@ def _from_literals(step: FlatStep) -> set[Node]:
 def _outside_submesh(node: Node, placement: Placement, submesh_of) -> int | None:
     if node.label is not None:
         return submesh_of(node.label)
-    read: defaultdict[int, int] = defaultdict(int)
+    read: defaultdict[int, list[int]] = defaultdict(list)
+    mixed = [nbytes(var) for var in node.inputs if var in placement.mixed]
     for var in node.inputs:
         if (place := placement.values.get(var)) is not None:
-            read[place] += nbytes(var)
-    mixes = len(read) > 1 or any(var in placement.mixed for var in node.inputs)
-    if mixes and all(nbytes(var) <= SMALL for var in (*node.inputs, *node.outputs)):
+            read[place].append(nbytes(var))
+    small = all(nbytes(var) <= SMALL for var in (*node.inputs, *node.outputs))
+    contestants = sorted(max(sizes) for sizes in (*read.values(), mixed) if sizes)
+    # Scalars of several submeshes: whoever needs the result computes it. A gradient that is scaled
+    # by one of them stays where it is.
+    if small and len(contestants) > 1 and contestants[-1] == contestants[-2]:
         placement.mixed.update(node.outputs)
         return None
-    # By bytes, and the first submesh where they are equal: the same on every rank.
-    return max(read, key=lambda place: (read[place], -place), default=None)
+    if small and mixed and not read:
+        placement.mixed.update(node.outputs)
+        return None
+    # The first submesh where they are equal: the same on every rank.
+    return max(read, key=lambda place: (sum(read[place]), -place), default=None)
 
 
 def _refuse_gathers(step: FlatStep, placement: Placement) -> None:
