@@ -54,3 +54,13 @@ def unknown_axis(error: ValueError) -> str | None:
     """
     found = re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error))
     return found.group(1) if found else None
+
+
+def without_mesh(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns an equation that no longer remembers the abstract mesh it was traced under.
+
+    The body of a loop enters the mesh that its equations remember, which has other sizes than the
+    task's. A new equation remembers the present context; call this outside of any mesh.
+    """
+    present = core.new_jaxpr_eqn([], [], eqn.primitive, {}, eqn.effects)
+    return eqn.replace(ctx=present.ctx)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from multimesh._compat import new_jaxpr
+from multimesh._compat import new_jaxpr, without_mesh
 from multimesh.stages.flatten import FlatStep
 from multimesh.stages.partition import TaskSpec
 from multimesh.stages.registry import Label
@@ -94,7 +94,8 @@ def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Shardi
         spec = eqn.params["sharding"].spec
         sharding = shardings.constrain(eqn.invars[0], spec, label, submesh)
         mesh = shardings.submeshes[submesh].mesh.abstract_mesh
-        return eqn.replace(params={**eqn.params, "sharding": sharding, "context_mesh": mesh})
+        params = {**eqn.params, "sharding": sharding, "context_mesh": mesh}
+        return without_mesh(eqn.replace(params=params))
 
     def inside(value):
         if isinstance(value, core.ClosedJaxpr):
@@ -106,6 +107,7 @@ def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Shardi
             return tuple(map(inside, value))
         return value
 
+    eqn = without_mesh(eqn)
     if not any(True for _ in core.jaxprs_in_params(eqn.params)):
         return eqn
     return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
