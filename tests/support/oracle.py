@@ -1,7 +1,6 @@
 """The step that every pipeline must equal: plain JAX, the whole batch, one device.
 
-Nothing of multimesh runs here; the loss, gradients and optimizer are one `jax.jit`. Each rank
-computes it for itself.
+Nothing of multimesh runs here; the loss, gradients and optimizer are one `jax.jit`.
 """
 
 import contextlib
@@ -34,6 +33,8 @@ __all__ = [
 RTOL = 2e-5
 ATOL = 2e-6
 
+STATE_FIELDS = ("step", "params", "opt_state")
+
 
 @dataclass(frozen=True)
 class Training:
@@ -42,7 +43,7 @@ class Training:
     Attributes:
       outputs: What each step returned.
       update: What the first step added to the parameters: the gradient, under SGD.
-      state: The state after the last step.
+      state: The state after the last step: "step", "params" and "opt_state".
     """
 
     outputs: list
@@ -80,7 +81,7 @@ def _train(step, state, batches, fetch):
         outputs.append(_host(output))
         if len(outputs) == 1:
             update = jax.tree.map(np.subtract, fetch(state.params), before)
-    return Training(outputs, update, fetch(state))
+    return Training(outputs, update, {name: fetch(getattr(state, name)) for name in STATE_FIELDS})
 
 
 def evaluate(case, params, batch):

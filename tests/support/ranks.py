@@ -7,7 +7,7 @@ import contextlib
 
 import jax
 
-__all__ = ["counted_compilations", "everywhere", "state_bytes", "world"]
+__all__ = ["computed_once", "counted_compilations", "everywhere", "state_bytes", "world"]
 
 
 def world():
@@ -22,6 +22,14 @@ def world():
 def everywhere(value):
     """The list of every rank's value."""
     return [value] if world() is None else world().allgather(value)
+
+
+def computed_once(function, *arguments):
+    """What `function` returns on rank 0, on every rank: spares the others the work."""
+    if world() is None:
+        return function(*arguments)
+    result = function(*arguments) if world().rank == 0 else None
+    return world().bcast(result)
 
 
 def state_bytes(tree):
