@@ -31,9 +31,11 @@ def test_programs_run_and_print_what_is_shown(page, tmp_path):
     program.write_text("\n".join(blocks(page, "python")))
     result = jobs.run_script(program, ranks=2, timeout=120)
     assert result.returncode == 0, result.stderr
+    shown = "".join(blocks(page, "output")).splitlines()
     for rank in range(2):
-        lines = [line for line in result.stdout.splitlines(True) if line.startswith(f"[{rank}]")]
-        assert "".join(line[4:] for line in lines) == "".join(blocks(page, "output"))
+        printed = [line[4:] for line in result.stdout.splitlines() if line.startswith(f"[{rank}]")]
+        # Libraries may print lines of their own in between.
+        assert [line for line in printed if line in shown] == shown
 
 
 def test_the_first_program_runs_in_one_process(tmp_path):
