@@ -4,7 +4,6 @@ Mistakes of the launch are tests/launch's, differences between ranks tests/mpi's
 """
 
 import contextlib
-import re
 from dataclasses import replace
 
 import jax
@@ -25,11 +24,20 @@ LAYOUT = cases.apart(2)
 ROWS = 16
 
 
+@pytest.fixture(scope="module")
+def trained():
+    """A step that works, the state before it, and its first loss.
+
+    It also leaves JAX's own little programs compiled, such as the one that makes a key.
+    """
+    step_fn, state, _ = cases.build(CASE, LAYOUT, ROWS, 2, donate=False)
+    loss, _ = step_fn(state, CASE.make_batch(ROWS, 0))
+    return step_fn, state, float(loss)
+
+
 @pytest.fixture(autouse=True)
-def registry():
+def registry(trained):
     clear_tasks()
-    # JAX compiles a little program for the first key; it is not the step's.
-    jax.block_until_ready(jax.random.key(42))
     yield
     clear_tasks()
 
@@ -42,7 +50,6 @@ def rejected(error, *words):
     message = str(caught.value)
     assert not compilations
     assert [word for word in words if word not in message] == [], message
-    assert re.search(r"[Gg]ot|\b[Uu]nknown|found", message), f"does not say what it got: {message}"
 
 
 def mesh(devices=(0, 1, 2, 3), sizes=(4, 1)):
@@ -96,7 +103,7 @@ def test_a_logical_axis_that_does_not_divide_a_parameter():
     register_task(
         "layer_1", task=Task(mesh=mesh((4, 5, 6, 7), (1, 4)), logical_axes=[("model", "y")])
     )
-    with rejected(RegistryError, "layer_1", "kernel", "model", "(16, 6)", "4"):
+    with rejected(RegistryError, "layer_1", "kernel", "'y'", "(16, 6)", "4"):
         build(case)
 
 
@@ -117,7 +124,7 @@ def test_a_pattern_matches_whole_names_only():
 def test_two_patterns_for_one_scope():
     cases.register(CASE, LAYOUT)
     register_task(r"layer_\d", task=Task(mesh=mesh()))
-    with rejected(RegistryError, r"layer_\d", "layer_0"):
+    with rejected(RegistryError, repr(r"layer_\d"), "'layer_0'"):
         build()
 
 
@@ -128,7 +135,7 @@ def test_an_invalid_pattern():
 
 @pytest.mark.parametrize("result", [None, "layer_0", mesh()], ids=["None", "str", "TaskMesh"])
 def test_a_callback_that_returns_no_task(result):
-    with rejected(RegistryError, "callback", type(result).__name__):
+    with rejected(RegistryError, "callback", "(layer_", repr(result)[:8]):
         register_task(r"(layer_\d+)", callback=lambda name, backprop: result)
         build()
 
@@ -160,13 +167,6 @@ def test_no_task_at_all_is_one_program(whole):
 
 
 # ---------------------------------------------------------------- batches
-
-
-@pytest.fixture(scope="module")
-def trained():
-    step_fn, state, _ = cases.build(CASE, LAYOUT, ROWS, 2, donate=False)
-    loss, _ = step_fn(state, CASE.make_batch(ROWS, 0))
-    return step_fn, state, float(loss)
 
 
 WRONG_LEAVES = {
@@ -309,8 +309,10 @@ def test_shard_map_inside_the_model():
 
 def test_a_large_value_gathered_from_several_submeshes():
     cases.register(CASE, LAYOUT)
+    # Small vectors may be gathered; these kernels are 4 and 16 KiB.
+    model = models.Mlp((64, 64))
     with rejected(PlacementError, "concatenate"):
-        build(replace(CASE, optimizer=optax.flatten(optax.adam(1e-2))))
+        build(replace(CASE, model=model, optimizer=optax.flatten(optax.adam(1e-2))))
 
 
 def test_an_error_in_the_model_is_shown_as_it_is():

@@ -8,7 +8,7 @@ import optax
 import pytest
 from support import cases, ranks
 
-from multimesh.errors import RankMismatchError, UsageError
+from multimesh.errors import RankMismatchError, RegistryError, UsageError
 
 CASE = cases.CASES["mlp"]
 LAYOUT = cases.apart(2)
@@ -118,6 +118,14 @@ def test_different_keys():
 
 def test_fewer_rows_than_microbatches_is_the_same_error_everywhere():
     everywhere_refused(UsageError, lambda: cases.build(CASE, LAYOUT, rows=4, microbatches=8))
+
+
+def test_a_parameter_that_does_not_divide_is_the_same_error_everywhere():
+    """Ranks without the parameter must not go on to compile and wait for those that have it."""
+    case = replace(CASE, model=CASE.model.clone(widths=(16, 6)))
+    layout = cases.Layout(((0, 1, 2, 3), (4, 5, 6, 7)), (1, 4))
+    message = everywhere_refused(RegistryError, lambda: cases.build(case, layout, ROWS))
+    assert "layer_1" in message and "(16, 6)" in message
 
 
 def test_a_mistake_on_one_rank_only():
