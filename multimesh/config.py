@@ -3,7 +3,7 @@
 MULTIMESH_DEVICES_PER_RANK   CPU devices each rank owns (set by `mmrun --devices-per-rank`)
 MULTIMESH_STALL_TIMEOUT      seconds a rank waits for a message before it raises `StallError`
 MULTIMESH_START_TIMEOUT      seconds a rank waits for the others to start
-MULTIMESH_EAGER_CHECKS       "1": check the invariants of every compiler pass on its output
+MULTIMESH_POISON             "1": fill receive buffers with NaNs before each use (for tests)
 """
 
 import os
@@ -22,13 +22,13 @@ class Config:
       devices_per_rank: CPU devices of each rank, or None to divide the total by the ranks.
       stall_timeout: Seconds to wait for a message.
       start_timeout: Seconds to wait for the other ranks at start-up.
-      eager_checks: Whether compiler passes check their own output.
+      poison: Whether to fill receive buffers with NaNs before each use.
     """
 
     devices_per_rank: int | None = None
     stall_timeout: float = 300.0
     start_timeout: float = 60.0
-    eager_checks: bool = False
+    poison: bool = False
 
 
 def read_config(environ=None) -> Config:
@@ -49,7 +49,7 @@ def read_config(environ=None) -> Config:
         devices_per_rank=devices,
         stall_timeout=_positive(environ, "MULTIMESH_STALL_TIMEOUT", float, Config.stall_timeout),
         start_timeout=_positive(environ, "MULTIMESH_START_TIMEOUT", float, Config.start_timeout),
-        eager_checks=environ.get("MULTIMESH_EAGER_CHECKS", "0") not in ("", "0"),
+        poison=environ.get("MULTIMESH_POISON", "0") not in ("", "0"),
     )
 
 

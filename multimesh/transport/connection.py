@@ -20,7 +20,7 @@ def connect() -> tuple[Group, Transport]:
     """Connects the ranks: within the process where there is one, else by MPI.
 
     Collective on its first call. All steps of a process share the connection, so that the channels
-    of one step never have the tags of another's. With MULTIMESH_EAGER_CHECKS=1, receive buffers are
+    of one step never have the tags of another's. With MULTIMESH_POISON=1, receive buffers are
     filled with NaNs before use.
 
     Returns:
@@ -41,5 +41,5 @@ def connect() -> tuple[Group, Transport]:
         )
     config = read_config()
     group = MpiGroup(communicator, config.stall_timeout)
-    transport = MpiTransport(communicator, config.stall_timeout, poison=config.eager_checks)
+    transport = MpiTransport(communicator, config.stall_timeout, poison=config.poison)
     return group, transport

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-__all__ = ["Upload", "uploads"]
+__all__ = ["COPY_UP_TO", "Upload", "uploads"]
 
 COPY_UP_TO = 256 * 1024  # bytes
 

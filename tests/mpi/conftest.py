@@ -8,6 +8,7 @@ and shows the output of a job that fails. The process that starts them has no MP
 be started a second time in one process, nor survive a test that kills a rank.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs import clean_environment
+from support.synchronous import Synchronous
 
 from multimesh import _mpi
 from multimesh.launch.backends import mpich, openmpi
@@ -23,14 +25,19 @@ from multimesh.launch.library import find_mpi
 
 RANKS = (1, 2, 4)
 TIME_LIMIT = 400  # seconds for one job; the longest takes about a quarter on two idle cores
-# MPI sends small messages before they are asked for. With this limit it never does, so that nothing
-# can rely on it.
-NEVER_EAGER = {"OMPI_MCA_btl_sm_eager_limit": "0", "OMPI_MCA_btl_self_eager_limit": "0"}
+# A buffer that is read too early shows as NaN.
+POISON = {"MULTIMESH_POISON": "1"}
+# MPI sends small messages before they are asked for. In these jobs it never does: the smallest
+# limit that Open MPI takes is 80 bytes, so the sends are synchronous too.
+NEVER_EAGER = {"OMPI_MCA_btl_sm_eager_limit": "80", "TESTS_SYNCHRONOUS_SENDS": "1"}
 NEVER_EAGER_FILES = ("test_hangs.py",)
 
 INSIDE_A_RANK = detect_launcher() is not None
 
 pytest.register_assert_rewrite("support.transport_contract")
+
+if os.environ.get("TESTS_SYNCHRONOUS_SENDS"):
+    _mpi.communicator = functools.cache(lambda make=_mpi.communicator: Synchronous(make()))
 
 
 @pytest.hookimpl(trylast=True)
@@ -53,9 +60,10 @@ class JobFile(pytest.File):
 
     def collect(self):
         for ranks in RANKS:
-            yield Job.from_parent(self, name=f"{ranks}_ranks", ranks=ranks, variables={})
+            yield Job.from_parent(self, name=f"{ranks}_ranks", ranks=ranks, variables=POISON)
         if self.path.name in NEVER_EAGER_FILES:
-            yield Job.from_parent(self, name="2_ranks_never_eager", ranks=2, variables=NEVER_EAGER)
+            variables = POISON | NEVER_EAGER
+            yield Job.from_parent(self, name="2_ranks_never_eager", ranks=2, variables=variables)
 
 
 class Job(pytest.Item):

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from support.synchronous import Synchronous
 from support.transport_contract import *  # noqa: F403
 from support.transport_contract import (
     BACK,
@@ -59,23 +60,6 @@ def open_transport(group):
 @pytest.fixture
 def transport(open_transport):
     return open_transport()
-
-
-class Synchronous:
-    """A communicator without eager messages: no send is done before its receive is posted.
-
-    Open MPI's own limit (OMPI_MCA_btl_sm_eager_limit, at least 80) does not hold back messages of
-    less than 300 bytes.
-    """
-
-    def __init__(self, communicator):
-        self._communicator = communicator
-
-    def __getattr__(self, name):
-        return getattr(self._communicator, name)
-
-    def Isend(self, *arguments):
-        return self._communicator.Issend(*arguments)
 
 
 @pytest.mark.parametrize(

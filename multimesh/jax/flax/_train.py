@@ -191,8 +191,9 @@ def parallelize_step(
         "donate": donate,
         "kind of batch": "local_batch" if global_batch is None else "global_batch",
     }
-    compare_requests(context, spec, options)
     init = _Init(model, optimizer, init_fn, rng, spec, context.axis_names(batch_axis))
+    options["initial key"] = (init.data.tolist(), str(init.impl))
+    compare_requests(context, spec, options)
     loss = _Loss(loss_fn or model.apply, has_aux, reduction, num_microbatches)
     source = StepSource(
         function=lambda state, batch: _train(loss, state, batch),
