@@ -65,22 +65,23 @@ def init_params(key, batch):
 
 
 def load_data():
-    """Returns shuffled (training, test) data; the same on every rank."""
+    """Returns the training and the test data, the same on every rank."""
     digits = load_digits()
-    order = np.random.default_rng(SEED).permutation(len(digits.target))
-    images = digits.data[order].astype(np.float32) / 16  # 8 x 8 pixels, from 0 to 16
-    data = {"images": images, "labels": digits.target[order].astype(np.int32)}
-    train = {name: values[:-TEST_ROWS] for name, values in data.items()}
-    test = {name: values[-TEST_ROWS:] for name, values in data.items()}
-    return train, test
+    images = digits.data.astype(np.float32) / 16  # 8 x 8 pixels, from 0 to 16
+    data = {"images": images, "labels": digits.target.astype(np.int32)}
+    order = np.random.default_rng(SEED).permutation(len(images))
+    return take(data, order[TEST_ROWS:]), take(data, order[:TEST_ROWS])
 
 
 def batches(data, epoch):
     """Yields the batches of an epoch, in an order of its own; the few rows left over wait."""
     order = np.random.default_rng((SEED, epoch)).permutation(len(data["labels"]))
     for start in range(0, len(order) - BATCH_ROWS + 1, BATCH_ROWS):
-        rows = order[start : start + BATCH_ROWS]
-        yield {name: values[rows] for name, values in data.items()}
+        yield take(data, order[start : start + BATCH_ROWS])
+
+
+def take(data, rows):
+    return {name: values[rows] for name, values in data.items()}
 
 
 def main():
@@ -110,7 +111,7 @@ def main():
             losses.append(loss)
         history += map(float, losses)
         if is_leader:
-            tqdm.write(f"epoch {epoch + 1}: loss {np.mean(history[-len(losses) :]):.4f}")
+            tqdm.write(f"epoch {epoch + 1}: loss {np.mean(losses):.4f}")
 
     test_accuracy = eval_fn(state, test)
     if is_leader:
@@ -122,11 +123,7 @@ def main():
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument(
-        "--collectives",
-        choices=["gloo"],
-        help="make one process add in the same order as several, for equal losses to the bit",
-    )
+    parser.add_argument("--collectives", choices=["gloo"], help="let one process add as ranks do")
     parser.add_argument("--losses", metavar="FILE", help="write the loss of every step to FILE")
     return parser.parse_args()
 
