@@ -75,12 +75,17 @@ def as_parts(value: Any, name: str, reduction: str | None, microbatches: int) ->
 
 
 def _scalar(value: Any, name: str) -> jax.Array:
-    value = jnp.asarray(value)
-    if value.shape != ():
+    expected = f"The {name} must be a scalar or multimesh.jax.Weighted(sum, weight). "
+    if isinstance(value, tuple):
         raise UsageError(
-            f"The {name} must be a scalar or multimesh.jax.Weighted(sum, weight). "
-            f"Got shape {value.shape}: take the mean or the sum over it."
+            f"{expected}Got a tuple of {len(value)}: give has_aux=True for (loss, metrics)."
         )
+    try:
+        value = jnp.asarray(value)
+    except TypeError as exc:
+        raise UsageError(f"{expected}Got {type(value).__name__}.") from exc
+    if value.shape != ():
+        raise UsageError(f"{expected}Got shape {value.shape}: take the mean or the sum over it.")
     return value
 
 

@@ -126,6 +126,7 @@ def cut(
         rows=signature.rows,
         batch_axis=signature.batch_axis,
     )
+    shardings.check(places)
     tasks = partition(step, placement, needs).tasks
     results = dict.fromkeys(step.outputs)
     results.update({result: places[argument] for argument, result in replaced.items()})

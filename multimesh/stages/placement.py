@@ -253,16 +253,23 @@ def _outside_submesh(node: Node, placement: Placement, submesh_of) -> int | None
 
 
 def _refuse_gathers(step: FlatStep, placement: Placement) -> None:
-    for node in step.after:
-        large = {
-            placement.values[var]
+    """Scalars may join large values of another submesh; vectors and matrices may not."""
+    for node in (*step.before, *step.after):
+        home = placement.nodes[node]
+        if home is None or node in placement.joins or node.label is not None:
+            continue
+        moved = [
+            var
             for var in node.inputs
-            if nbytes(var) > SMALL and placement.values.get(var) is not None
-        }
-        if len(large) > 1 and node not in placement.joins:
-            shapes = ", ".join(str(var.aval) for var in node.inputs)
+            if placement.values.get(var, home) not in (home, None) and nbytes(var) > _SCALAR
+        ]
+        if moved:
+            shapes = ", ".join(var.aval.str_short() for var in moved[:4])
             raise PlacementError(
-                f"The optimizer's `{node.eqn.primitive.name}` reads large values from several "
-                f"submeshes {sorted(large)}: {shapes}. It would gather them on one submesh at "
-                "every step; use a transformation that works leaf by leaf (not optax.flatten)."
+                f"The optimizer's `{node.eqn.primitive.name}` would gather {shapes} from other "
+                "submeshes at every step. Use a transformation that works leaf by leaf (not "
+                "optax.flatten)."
             )
+
+
+_SCALAR = 64  # bytes: losses, norms, counters and the like

@@ -182,7 +182,17 @@ class Shardings:
         axes = dict(label.task.logical_axes) if label else place.axes
         if label is not None and label.task.mesh != place.task_mesh:
             axes = place.axes
-        return self._named(var, resolve_spec(spec, axes), place)
+        return self._named(var, spec, axes, place)
+
+    def check(self, homes: dict[core.Var, int | None]) -> None:
+        """Checks that every parameter divides by its axes, on all ranks and before compiling.
+
+        Raises:
+          RegistryError: One does not.
+        """
+        for argument, home in homes.items():
+            if home is not None:
+                self.of(argument, home)
 
     def rows_spec(self, var: core.Var, place: Submesh) -> PartitionSpec:
         """Shards the rows of a microbatch over the axes that the batch is mapped to."""
@@ -201,33 +211,34 @@ class Shardings:
         place = self.submeshes[submesh]
         same = label is not None and label.task.mesh == place.task_mesh
         axes = dict(label.task.logical_axes) if same else place.axes
-        return self._named(var, resolve_spec(spec, axes), place)
+        return self._named(var, spec, axes, place)
 
-    def _named(self, var, split, place: Submesh) -> NamedSharding:
+    def _named(self, var, spec, mapping, place: Submesh) -> NamedSharding:
         kept = []
-        for dimension, axes in enumerate(split):
+        for dimension, axes in enumerate(resolve_spec(spec, mapping)):
             size = int(np.prod([place.mesh.shape[axis] for axis in axes], initial=1))
             if var.aval.shape[dimension] % size == 0:
                 kept.append(axes or None)
                 continue
-            self._does_not_divide(var, dimension, axes, size, place)
+            logical = spec[dimension]
+            how = f"logical axis {logical!r} (device axis {'x'.join(axes)!r} of size {size})"
+            self._does_not_divide(var, dimension, how, place)
             kept.append(None)
         return NamedSharding(place.mesh, PartitionSpec(*kept))
 
-    def _does_not_divide(self, var, dimension, axes, size, place: Submesh) -> None:
+    def _does_not_divide(self, var, dimension: int, how: str, place: Submesh) -> None:
         task = ", ".join(dict.fromkeys(task.name or "" for task in place.tasks)).strip(", ")
         where = f"task {task!r}" if task else f"submesh {place.task_mesh.devices}"
         what = f"dimension {dimension} of size {var.aval.shape[dimension]}"
-        how = f"device axis {'x'.join(axes)!r} of size {size}"
         if var in self.names and var not in self.sliced:
             raise RegistryError(
                 f"The parameter {self.names[var]} of shape {var.aval.shape} cannot be sharded in "
-                f"{where}: {what} does not divide by {how}. Change the layer's size, the "
-                "TaskMesh, or leave the logical axis out of logical_axes."
+                f"{where}: {what} does not divide by the {how}. Change the layer's "
+                "size, the TaskMesh, or leave the logical axis out of logical_axes."
             )
         notice = (
             f"An activation of shape {var.aval.shape} is not sharded in {where}: {what} does not "
-            f"divide by {how}."
+            f"divide by the {how}."
         )
         if notice not in self.notices:
             self.notices.add(notice)

@@ -249,6 +249,11 @@ class _Loss(NamedTuple):
             if not isinstance(aux, Mapping):
                 raise UsageError(f"aux must be a dict of metrics. Got {type(aux).__name__}.")
         loss = as_parts(result, "loss", self.reduction, self.microbatches)
+        if not jnp.issubdtype(loss.total.dtype, jnp.floating):
+            raise UsageError(
+                f"The loss must be a floating-point number to have a gradient. "
+                f"Got {loss.total.dtype}."
+            )
         metrics = {
             name: as_parts(value, f"metric {name!r}", self.reduction, self.microbatches)
             for name, value in aux.items()
