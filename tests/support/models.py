@@ -89,7 +89,7 @@ class Auxiliary(nn.Module):
     @nn.compact
     def __call__(self, batch):
         hidden = Layer(self.width, name="layer_0")(batch["inputs"])
-        gate = nn.softmax(nn.Dense(4, kernel_init=_kernel_init, name="gate")(hidden))
+        gate = nn.softmax(nn.Dense(6, kernel_init=_kernel_init, name="gate")(hidden))
         balance = jnp.square(gate).sum(axis=-1)
         return Layer(self.width, name="layer_1")(hidden), balance
 
