@@ -242,8 +242,8 @@ def _bundles(cut: CutStep, flow: Flow) -> tuple[Bundle, ...]:
         task = flow.makers[var][source] if var in flow.makers else None
         groups[source, target, task, tuple(sorted(microbatches))].append(var)
     return tuple(
-        Bundle(_describe(cut, *key[:3], found), *key[:3], tuple(found), key[3])
-        for key, found in groups.items()
+        Bundle(_describe(cut, source, target, task, found), source, target, task, tuple(found), ks)
+        for (source, target, task, ks), found in groups.items()
     )
 
 

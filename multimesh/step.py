@@ -138,7 +138,7 @@ class _Tracer:
         state = source.state(rows)
         batch = self._batch(rows // source.microbatches)
         names = context.axis_names(source.batch_axis)
-        trees = {}
+        trees: dict[str, Any] = {}
 
         def flat(state_leaves, batch_leaves):
             state = jax.tree.unflatten(trees["state"], state_leaves)

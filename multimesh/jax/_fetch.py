@@ -33,7 +33,7 @@ def fetch(tree: Any, to: int | str = "all") -> Any:
     if group.size == 1:
         return jax.tree.unflatten(structure, [_host(leaf) for leaf in leaves])
     pieces = [_pieces(leaf) for leaf in leaves]
-    everyone = group.allgather(pieces) if to == "all" else group.gather(pieces, to)
+    everyone = group.gather(pieces, to) if isinstance(to, int) else group.allgather(pieces)
     if everyone is None:
         return None
     whole = [

@@ -9,6 +9,7 @@ Before, for a parameter that two stages read:        After:
 Without this pass a gradient as large as the parameter would cross for every microbatch.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,9 @@ from multimesh.stages.flatten import Atom, Carry, FlatStep, Node, is_literal
 from multimesh.stages.placement import Placement
 
 __all__ = ["split_accumulators"]
+
+# A summand, and the linear equations to apply to it, innermost first.
+Term = tuple[Atom, list[Node]]
 
 _ADD = {"add", "add_any"}
 # Linear in their one operand: f(a + b) = f(a) + f(b).
@@ -69,10 +73,11 @@ class _Splitter:
             self.carries.append(carry)
             return
         (added,) = (atom for atom in node.eqn.invars if atom is not carry.inner)
-        groups: dict[int | None, list[Node]] = {}
+        groups: dict[int, list[Term]] = defaultdict(list)
+        invariant: list[Term] = []
         for term in self._terms(added, []):
-            groups.setdefault(self.placement.values.get(term[0]), []).append(term)
-        invariant = groups.pop(None, [])
+            place = self.placement.values.get(term[0])
+            (invariant if place is None else groups[place]).append(term)
         if len(groups) < 2 or not self._starts_at_zero(carry):
             self.carries.append(carry)
             return
@@ -101,8 +106,8 @@ class _Splitter:
             and not any(is_literal(atom) for atom in operands)
         )
 
-    def _terms(self, atom: Atom, chain: list[Node]) -> list[tuple[Atom, list[Node]]]:
-        """The summands of a value, each with the linear equations to apply, innermost first."""
+    def _terms(self, atom: Atom, chain: list[Node]) -> list[Term]:
+        """The summands of a value."""
         node = self.definition.get(atom)
         if node is None or self.uses[atom] != 1:
             return [(atom, chain)]

@@ -1,5 +1,6 @@
 """Runs the passes over a traced step, in order: flatten, hoist, place, split, cut."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -103,7 +104,7 @@ def cut(
     }
     submeshes = _submeshes(step, labels, mesh, [place for place in homes.values() if place])
     index_of = {place.task_mesh: place.index for place in submeshes}
-    known = {var: place and index_of[place] for var, place in homes.items()}
+    known = {var: None if place is None else index_of[place] for var, place in homes.items()}
 
     def submesh_of(label: Label) -> int:
         return index_of[label.task.mesh]
@@ -176,9 +177,10 @@ def mesh_positions(mesh: Mesh) -> TaskMesh:
 def _submeshes(step: FlatStep, labels: _Labels, mesh: Mesh, more: list[TaskMesh]) -> list[Submesh]:
     """Collects the submeshes: forward pass first, then the others, then idle devices."""
     tasks: dict[TaskMesh, dict[Task, None]] = {}
-    nodes = [node for node in (*step.loop, *step.before, *step.after) if node.label is not None]
-    for node in sorted(nodes, key=lambda node: node.scope.backward):
-        tasks.setdefault(node.label.task.mesh, {})[_named(node.label)] = None
+    nodes = (*step.loop, *step.before, *step.after)
+    labelled = [(node.scope.backward, node.label) for node in nodes if node.label is not None]
+    for _, label in sorted(labelled, key=operator.itemgetter(0)):
+        tasks.setdefault(label.task.mesh, {})[_named(label)] = None
     for task_mesh in more:
         tasks.setdefault(task_mesh, {})
     devices = jax.devices()

@@ -1,19 +1,34 @@
 """Compiles a task: its equations as one XLA program on the devices of its submesh."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh._compat import new_jaxpr, without_mesh
 from multimesh.stages.flatten import FlatStep
 from multimesh.stages.partition import TaskSpec
 from multimesh.stages.registry import Label
-from multimesh.stages.shardings import Shardings
+from multimesh.stages.shardings import Submesh
 
 __all__ = ["Program", "compile_task", "donations"]
+
+
+class Layouts(Protocol):
+    """What a compiler needs to know of shardings; see `shardings.Shardings`."""
+
+    submeshes: Sequence[Submesh]
+
+    def of(self, var: core.Var, submesh: int) -> NamedSharding:
+        """How a value lies on a submesh."""
+
+    def constrain(
+        self, var: core.Var, spec: PartitionSpec, label: Label | None, submesh: int
+    ) -> NamedSharding:
+        """A constraint of the model, on the task's own mesh."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +47,7 @@ class Program:
 
 
 def compile_task(
-    task: TaskSpec, step: FlatStep, shardings: Shardings, donate: Collection[core.Var] = ()
+    task: TaskSpec, step: FlatStep, shardings: Layouts, donate: Collection[core.Var] = ()
 ) -> Program:
     """Compiles one task for the devices of its submesh.
 
@@ -72,9 +87,7 @@ def _named(function, name: str):
     return task
 
 
-def task_jaxpr(
-    task: TaskSpec, step: FlatStep, shardings: Shardings
-) -> tuple[core.Jaxpr, list[Any]]:
+def task_jaxpr(task: TaskSpec, step: FlatStep, shardings: Layouts) -> tuple[core.Jaxpr, list[Any]]:
     """Builds a task's jaxpr, its sharding constraints on the task's own mesh.
 
     Returns:
@@ -89,7 +102,7 @@ def task_jaxpr(
     return jaxpr, [step.constants[var] for var in constants]
 
 
-def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Shardings):
+def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Layouts):
     if eqn.primitive.name == "sharding_constraint":
         spec = eqn.params["sharding"].spec
         sharding = shardings.constrain(eqn.invars[0], spec, label, submesh)
@@ -113,9 +126,7 @@ def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Shardi
     return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
 
 
-def donations(
-    task: TaskSpec, shardings: Shardings, allowed: Collection[core.Var]
-) -> tuple[int, ...]:
+def donations(task: TaskSpec, shardings: Layouts, allowed: Collection[core.Var]) -> tuple[int, ...]:
     """Chooses the inputs to donate: those that an output of the same form can take over.
 
     XLA warns of every donated input that it cannot use.

@@ -135,6 +135,11 @@ class Task:
         if len(set(names)) != len(names):
             raise RegistryError(f"A logical axis may be mapped once. Got logical_axes={pairs}.")
 
+    @property
+    def axes(self) -> dict[AxisName, DeviceAxes]:
+        """Logical name -> device axes."""
+        return dict(self.logical_axes or ())
+
     def _pair(self, pair):
         try:
             logical, axes = pair
@@ -261,7 +266,7 @@ class Registry:
         return None
 
     def _resolve(self, entry: Entry, name: str, backprop: bool) -> Label:
-        task = entry.task if entry.task is not None else entry.callback(name, backprop)
+        task = entry.callback(name, backprop) if entry.callback is not None else entry.task
         if not isinstance(task, Task):
             raise RegistryError(
                 f"The callback of the pattern {entry.pattern!r} must return a Task. "

@@ -41,7 +41,7 @@ def parse_scope(name_stack: str) -> Scope:
     Returns:
       The scope, with wrappers stripped and empty components dropped.
     """
-    path = []
+    path: list[str] = []
     for component in filter(None, _split(name_stack)):
         while wrapped := _WRAPPED.fullmatch(component):
             component = wrapped.group(1)

@@ -22,6 +22,9 @@ __all__ = ["Shardings", "Submesh", "resolve_spec"]
 
 logger = logging.getLogger("multimesh")
 
+# A logical PartitionSpec, and the label of the equation that asks for it.
+Constraint = tuple[PartitionSpec, Label | None]
+
 
 @dataclass(frozen=True)
 class Submesh:
@@ -44,7 +47,7 @@ class Submesh:
         """Logical axis -> device axes, over all tasks of the submesh; the first task wins."""
         merged: dict[str, str | tuple[str, ...] | None] = {}
         for task in self.tasks:
-            for logical, axes in task.logical_axes:
+            for logical, axes in task.axes.items():
                 merged.setdefault(logical, axes)
         return merged
 
@@ -115,8 +118,7 @@ class Shardings:
         self.batch_axis = batch_axis
         self.notices: set[str] = set()
         self.step = step
-        # value -> (logical spec, label of the constraint, whether it is a step argument)
-        self.specs: dict[core.Var, tuple[PartitionSpec, Label | None]] = {}
+        self.specs: dict[core.Var, Constraint] = {}
         self._from_equations()
         for argument, constraint in step.constraints.items():
             self.specs[argument] = constraint
@@ -131,7 +133,8 @@ class Shardings:
         self.arguments = set(step.arguments)
 
     def _from_equations(self) -> None:
-        produced, consumed = {}, {}
+        produced: dict[core.Var, Constraint] = {}
+        consumed: dict[core.Var, Constraint] = {}
         for node in (*self.step.before, *self.step.loop, *self.step.after):
             if node.eqn.primitive.name == "sharding_constraint":
                 constraint = (node.eqn.params["sharding"].spec, node.label)
@@ -179,10 +182,7 @@ class Shardings:
         spec, label = self.specs.get(var, (None, None))
         if spec is None:
             return NamedSharding(place.mesh, self.rows_spec(var, place))
-        axes = dict(label.task.logical_axes) if label else place.axes
-        if label is not None and label.task.mesh != place.task_mesh:
-            axes = place.axes
-        return self._named(var, spec, axes, place)
+        return self.constrain(var, spec, label, submesh)
 
     def check(self, homes: dict[core.Var, int | None]) -> None:
         """Checks that every parameter divides by its axes, on all ranks and before compiling.
@@ -209,9 +209,9 @@ class Shardings:
     def constrain(self, var: core.Var, spec, label: Label | None, submesh: int) -> NamedSharding:
         """Translates a constraint inside a task to the task's own mesh."""
         place = self.submeshes[submesh]
-        same = label is not None and label.task.mesh == place.task_mesh
-        axes = dict(label.task.logical_axes) if same else place.axes
-        return self._named(var, spec, axes, place)
+        if label is not None and label.task.mesh == place.task_mesh:
+            return self._named(var, spec, label.task.axes, place)
+        return self._named(var, spec, place.axes, place)
 
     def _named(self, var, spec, mapping, place: Submesh) -> NamedSharding:
         kept = []

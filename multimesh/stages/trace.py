@@ -30,7 +30,7 @@ def logical_axis_names(tasks: Iterable, extra: Sequence[str] = ()) -> tuple[str,
     names = set(extra)
     for task in tasks:
         names.update(task.mesh.axis_names)
-        names.update(logical for logical, _ in task.logical_axes)
+        names.update(task.axes)
     return tuple(sorted(names))
 
 

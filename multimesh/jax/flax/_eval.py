@@ -34,8 +34,9 @@ class EvalFunction:
       num_shares: How many shares there are.
     """
 
-    def __init__(self, step: Step, to: int | str):
+    def __init__(self, step: Step, output_tree: Any, to: int | str):
         self._step = step
+        self._output_tree = output_tree
         self._to = to
         self.plan = step.plan
         self.compile_count = step.compile_count
@@ -58,18 +59,13 @@ class EvalFunction:
           StallError: Another rank did not send in time.
         """
         outputs, _ = self._step(state.params, batch)
-        (summed, rows) = outputs
-        fetched = fetch((summed, rows), self._to)
+        fetched = fetch(outputs, self._to)
         if fetched is None:
             return None
         summed, rows = fetched
-        merged = {
-            **{index: value[()] for index, value in summed.items()},
-            **{index: self._in_order(parts) for index, parts in rows.items()},
-        }
-        return jax.tree.unflatten(
-            self._step.output_tree["tree"], [merged[i] for i in sorted(merged)]
-        )
+        values = {index: value[()] for index, value in summed.items()}
+        values |= {index: self._in_order(parts) for index, parts in rows.items()}
+        return jax.tree.unflatten(self._output_tree, [values[i] for i in sorted(values)])
 
     def _in_order(self, microbatches: list[np.ndarray]) -> np.ndarray:
         """Rows of `(microbatch, share, row)` to the order of the shares, one after another."""
@@ -150,8 +146,7 @@ def parallelize_eval(
         check_patterns=False,
     )
     step = build_step(source, context)
-    step.output_tree = tree
-    return EvalFunction(step, to)
+    return EvalFunction(step, tree["tree"], to)
 
 
 def _aval(leaf: jax.Array) -> jax.ShapeDtypeStruct:

@@ -182,7 +182,7 @@ def parallelize_step(
     _check_arguments(model, optimizer, loss_fn, init_fn, reduction)
     context = make_context(mesh)
     spec = batch_spec(local_batch, global_batch, num_microbatches)
-    options = {
+    options: dict[str, Any] = {
         "num_microbatches": num_microbatches,
         "reduction": reduction,
         "has_aux": has_aux,
