@@ -42,6 +42,7 @@ class LocalChannel:
         self._sent: dict[int, list[jax.Array]] = {}
         pairs = list(zip(transfer.sources, transfer.targets, strict=True))
         self._by_host = [i for i, pair in enumerate(pairs) if _small_on_cpu(*pair)]
+        self._by_device = [i for i in range(len(pairs)) if i not in self._by_host]
         self._uploads = uploads(
             [jax.ShapeDtypeStruct(pairs[i][0].shape, pairs[i][0].dtype) for i in self._by_host],
             [self._shardings[i] for i in self._by_host],
@@ -53,14 +54,11 @@ class LocalChannel:
     def send(self, microbatch: int, arrays: Sequence[jax.Array]) -> None:
         """Starts the copies, without waiting for `arrays`; what lies right already stays."""
         moved = list(arrays)
-        away = [
-            i
-            for i, to in enumerate(self._shardings)
-            if i not in self._by_host and moved[i].sharding != to
-        ]
-        copies = jax.device_put([moved[i] for i in away], [self._shardings[i] for i in away])
-        for i, copy in zip(away, copies, strict=True):
-            moved[i] = copy
+        away = [i for i in self._by_device if moved[i].sharding != self._shardings[i]]
+        if away:
+            copies = jax.device_put([moved[i] for i in away], [self._shardings[i] for i in away])
+            for i, copy in zip(away, copies, strict=True):
+                moved[i] = copy
         self._sent[microbatch] = moved
 
     def take(self, microbatch: int) -> list[jax.Array]:
