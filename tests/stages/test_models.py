@@ -10,7 +10,14 @@ from support import cases, oracle, plans
 ROWS, MICROBATCHES, STEPS = 16, 4, 3
 
 
-@pytest.fixture(scope="module", params=cases.CASES)
+# Four-stage transformers take the compiler half a minute; other cases have four stages too.
+LARGE = ("transformer_4", "encoder_decoder_4")
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in cases.CASES
+]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def built(request):
     """(case, layout, step_fn, initial state) of each model in turn."""
     case = cases.CASES[request.param]
