@@ -1,16 +1,21 @@
 """The only file that touches what JAX does not promise to keep: one small function per need."""
 
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jax._src import core as internal_core
 from jax.extend import core
 
 __all__ = [
     "backends_have_started",
     "coordination_store",
     "equation_scope_text",
+    "jaxprs_in_params",
     "new_jaxpr",
     "new_variable",
+    "unknown_axis",
+    "without_mesh",
 ]
 
 
@@ -40,11 +45,21 @@ def equation_scope_text(eqn: core.JaxprEqn) -> str:
 
 def new_jaxpr(constvars, invars, outvars, eqns, name: str) -> core.Jaxpr:
     """Builds a jaxpr from equations; the form of `debug_info` is not stable."""
-    effects: Any = core.no_effects.union(*(eqn.effects for eqn in eqns))
-    info = core.DebugInfo(
+    effects: Any = frozenset().union(*(eqn.effects for eqn in eqns))
+    info = internal_core.DebugInfo(
         "jit", name, tuple(f"x{i}" for i in range(len(invars))), ("",) * len(outvars)
     )
     return core.Jaxpr(constvars, invars, outvars, eqns, effects, info)
+
+
+def jaxprs_in_params(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
+    """Yields the programs in an equation's parameters. In `jax.extend.core` from JAX 0.10 on."""
+    for value in params.values():
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, core.ClosedJaxpr):
+                yield each.jaxpr
+            elif isinstance(each, core.Jaxpr):
+                yield each
 
 
 def unknown_axis(error: ValueError) -> str | None:
@@ -62,5 +77,5 @@ def without_mesh(eqn: core.JaxprEqn) -> core.JaxprEqn:
     The body of a loop enters the mesh that its equations remember, which has other sizes than the
     task's. A new equation remembers the present context; call this outside of any mesh.
     """
-    present = core.new_jaxpr_eqn([], [], eqn.primitive, {}, eqn.effects)
+    present = internal_core.new_jaxpr_eqn([], [], eqn.primitive, {}, eqn.effects)
     return eqn.replace(ctx=present.ctx)

@@ -58,6 +58,8 @@ def parse_program(words: Sequence[str]) -> Program:
     if name.endswith(".py"):
         return _python_program(sys.executable, words)
     path = shutil.which(name)
+    if path is None and name in ("python", "python3"):
+        path = sys.executable  # mmrun was called by its path, without an activated environment
     if path is None:
         raise StartupError(f"There is no program {name!r}. Expected a Python file or a command.")
     if Path(path).name.startswith("python"):

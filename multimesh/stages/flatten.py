@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from multimesh._compat import equation_scope_text, new_variable
+from multimesh._compat import equation_scope_text, jaxprs_in_params, new_variable
 from multimesh.errors import PlacementError
 from multimesh.stages.registry import Label
 from multimesh.stages.scopes import LOOP_SCOPE, Scope, parse_scope
@@ -212,7 +212,7 @@ class _Opener:
         if self.labeler(scope) is not None:
             return []
         found: dict[Any, Label] = {}
-        for jaxpr in core.jaxprs_in_params(eqn.params):
+        for jaxpr in jaxprs_in_params(eqn.params):
             for inner in jaxpr.eqns:
                 inside = scope + parse_scope(equation_scope_text(inner))
                 label = self.labeler(inside)

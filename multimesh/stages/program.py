@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh._compat import new_jaxpr, without_mesh
+from multimesh._compat import jaxprs_in_params, new_jaxpr, without_mesh
 from multimesh.stages.flatten import FlatStep
 from multimesh.stages.partition import TaskSpec
 from multimesh.stages.registry import Label
@@ -121,7 +121,7 @@ def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Layout
         return value
 
     eqn = without_mesh(eqn)
-    if not any(True for _ in core.jaxprs_in_params(eqn.params)):
+    if not any(True for _ in jaxprs_in_params(eqn.params)):
         return eqn
     return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
 

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
-from multimesh._compat import unknown_axis
+from multimesh._compat import jaxprs_in_params, unknown_axis
 from multimesh.errors import UsageError
 
 __all__ = ["logical_axis_names", "shapes", "trace"]
@@ -99,5 +99,5 @@ def _shard_map_error(detail: str) -> UsageError:
 def _all_equations(jaxpr: core.Jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
+        for inner in jaxprs_in_params(eqn.params):
             yield from _all_equations(inner)
