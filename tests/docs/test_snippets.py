@@ -30,7 +30,7 @@ def name(page):
 def test_programs_run_and_print_what_is_shown(page, tmp_path):
     program = tmp_path / "train.py"
     program.write_text("\n".join(blocks(page, "python")))
-    result = jobs.run_script(program, ranks=2, timeout=120)
+    result = jobs.run_script(program, ranks=2, timeout=300)
     assert result.returncode == 0, result.stderr
     shown = "".join(blocks(page, "output")).splitlines()
     for rank in range(2):
@@ -47,7 +47,7 @@ def test_the_first_program_runs_in_one_process(tmp_path):
         env=jobs.clean_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     expected = blocks(ROOT / "README.md", "output")[0]

@@ -39,7 +39,7 @@ def losses_of(tmp_path_factory):
             command += ["--collectives", "gloo"]
         with _cores(ranks):
             result = subprocess.run(
-                command, env=jobs.clean_environment(), capture_output=True, text=True, timeout=120
+                command, env=jobs.clean_environment(), capture_output=True, text=True, timeout=300
             )
         assert result.returncode == 0, result.stderr
         assert "test accuracy" in result.stdout.splitlines()[-1]
