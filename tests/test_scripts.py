@@ -10,7 +10,7 @@ init(cpus=8)
 import time
 import jax
 from support import cases
-case = cases.echo(2, features=2**20)
+case = cases.echo([2**20, 2**20])
 step_fn, state, _ = cases.build(case, cases.apart(2), rows=4, microbatches=4)
 loss, state = step_fn(state, case.make_batch(4, 0))
 if jax.process_index() == jax.process_count() - 1:
@@ -20,7 +20,7 @@ if jax.process_index() == jax.process_count() - 1:
 
 NO_INIT = """
 from support import cases
-cases.build(cases.echo(2), cases.apart(2), rows=4)
+cases.build(cases.echo([4, 4]), cases.apart(2), rows=4)
 """
 
 

@@ -1,7 +1,7 @@
 """Every schedule, number of microbatches and message size finishes, with exact numbers.
 
-A run with both ranks sending first, or leaning on MPI's eager buffers, stops here for ever; CI runs
-this file with the eager limit at 0 too.
+A run with both ranks sending first, or leaning on MPI's eager buffers, stops here for ever; the
+file runs without eager messages too.
 """
 
 import jax
@@ -11,31 +11,44 @@ from support import cases
 
 from multimesh.jax import fetch
 
-# One row for each microbatch, so that an activation is one row of float32.
-FEATURES = {"8 B": 2, "32 KB": 2**13, "4 MB": 2**20}
-STAGES = max(2, jax.process_count())
+# Floats in a row of each stage's output. With one row in a microbatch, activations and cotangents
+# of 8 B, 32 KB and 4 MB cross between the stages, all in one pipeline.
+WIDTHS = [2, 2**13, 2**20, 2**20]
+# With 2 ranks the stages are on ranks 0, 1, 0, 1, so that every size crosses between the two,
+# both ways at once; with 4 each has a stage.
+ALTERNATING = cases.Layout(((0,), (4,), (2,), (6,)), (1, 1))
+several_ranks = pytest.mark.skipif(jax.process_count() == 1, reason="sends no messages")
 
 
-def _check(stages, features, microbatches, schedule):
+def _check(widths, layout, microbatches, schedule):
     """One step, whose loss and gradients are sums of squares of the rows' codes."""
-    case = cases.echo(stages, features)
+    case = cases.echo(widths)
     batch = case.make_batch(microbatches, 0)
-    layout = cases.apart(stages)
     step_fn, state, _ = cases.build(case, layout, microbatches, microbatches, schedule=schedule)
     loss, state = step_fn(state, batch)
     expected = np.square(batch["labels"]).sum()
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for scale in jax.tree.leaves(fetch(state.params)):
-        np.testing.assert_array_equal(scale, 1 - np.float32(expected / features))
+    params = fetch(state.params)["params"]
+    for i, width in enumerate(widths):
+        # The update is the gradient, subtracted from one.
+        np.testing.assert_array_equal(params[f"layer_{i}"]["scale"], 1 - expected / width)
 
 
-@pytest.mark.parametrize("size", FEATURES)
+@several_ranks
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("microbatches", range(1, 9))
-def test_finishes(schedule, microbatches, size):
-    _check(STAGES, FEATURES[size], microbatches, schedule)
+def test_finishes(schedule, microbatches):
+    _check(WIDTHS, ALTERNATING, microbatches, schedule)
+
+
+@several_ranks
+@pytest.mark.parametrize("microbatches", [1, 8])
+@pytest.mark.parametrize("size", WIDTHS[:3])
+def test_two_ranks_exchange_one_size(size, microbatches):
+    """Nothing but messages of one size, on the first and the last rank."""
+    _check([size, size], cases.Layout(((0,), (7,)), (1, 1)), microbatches, "1f1b")
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_one_microbatch_through_more_stages(stages):
-    _check(stages, 4, 1, "1f1b")
+    _check([4] * stages, cases.apart(stages), 1, "1f1b")

@@ -15,8 +15,7 @@ from multimesh.jax.flax import parallelize_eval
 
 ROWS, STEPS = 32, 2
 SIZE = jax.process_count()
-# Four layers however many stages there are, so that one plain run serves every layout.
-SPLITS = {2: [2, 2], 4: [1, 1, 1, 1]}
+SPLITS = {2: [1, 1], 4: [1, 1, 1, 1]}  # layers of each stage
 
 LAYOUTS = {
     "one device, 2 stages": cases.apart(2),
@@ -68,17 +67,18 @@ def _train(case, batches):
 
 
 @functools.cache
-def _plain(reduction):
-    case = cases.mlp(SPLITS[2], reduction)
+def _plain(stages, reduction):
+    case = cases.mlp(SPLITS[stages], reduction)
     return _train(case, case.batches(ROWS, STEPS))
 
 
 def _check(reduction, microbatches, schedule, layout):
     layout = LAYOUTS[layout]
-    case = cases.mlp(SPLITS[len(layout.devices)], reduction)
+    stages = len(layout.devices)
+    case = cases.mlp(SPLITS[stages], reduction)
     step_fn, state, _ = cases.build(case, layout, ROWS, microbatches, schedule=schedule)
     got = oracle.train_pipeline(step_fn, state, case.batches(ROWS, STEPS))
-    oracle.assert_same_training(got, _plain(reduction))
+    oracle.assert_same_training(got, _plain(stages, reduction))
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(map(str, c)))
@@ -129,7 +129,7 @@ def test_local_batches_are_shares_of_the_whole(reduction):
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 2), ("1f1b", 8), ("gpipe", 4)])
 def test_rows_of_different_microbatches_never_meet(schedule, microbatches):
-    case = cases.echo(4)
+    case = cases.echo([4, 4, 4, 4])
     batch = case.make_batch(8, 0)
     step_fn, state, _ = cases.build(case, cases.apart(4), 8, microbatches, schedule=schedule)
     loss, state = step_fn(state, batch)
@@ -182,7 +182,7 @@ def test_messages_of_the_user_stay_apart():
 
     comm = MPI.COMM_WORLD
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    case = cases.echo(2)
+    case = cases.echo([4, 4])
     batch = case.make_batch(8, 0)
     step_fn, state, _ = cases.build(case, cases.apart(2), 8, 4)
     inbox = np.zeros(4)

@@ -317,20 +317,23 @@ def _encoder_decoder(blocks):
     )
 
 
-def echo(stages, features=4):
+def echo(widths):
     """A pipeline that hands codes of the rows to labels with the same codes, exactly.
 
-    With weights of one, the loss of a step, and the gradient of each weight entry times the
-    features, are the sum of the squared codes; rows of different microbatches that met would make
-    it smaller. With a power of two as `features` it is exact.
+    With weights of one, the loss of a step is the sum of the squared codes, and the gradient of a
+    weight entry is that over the width; rows of different microbatches that met would make both
+    smaller. With powers of two as widths it is exact.
+
+    Args:
+      widths: Floats in a row of each stage's output, starting with those of the batch.
     """
     return Case(
-        name=f"echo_{stages}",
-        model=models.Echo(stages),
+        name="echo",
+        model=models.Echo(widths),
         optimizer=optax.sgd(1.0),
-        stages={f"layer_{i}": i for i in range(stages)},
-        loop=_chain(stages),
-        make_batch=functools.partial(_codes, features),
+        stages={f"layer_{i}": i for i in range(len(widths))},
+        loop=_chain(len(widths)),
+        make_batch=functools.partial(_codes, widths[0]),
         loss=_echo_loss,
         reduction="sum",
     )

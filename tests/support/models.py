@@ -182,22 +182,29 @@ class EncoderDecoder(nn.Module):
 
 
 class Scaler(nn.Module):
-    """Multiplies elementwise by a weight that starts at one: exact, and cheap at any size."""
+    """Repeats its input up to `features`, times a weight that starts at one: exact and cheap."""
+
+    features: int
 
     @nn.compact
     def __call__(self, x):
         x = with_sharding_constraint(x, P("batch"))
-        return x * self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        x = jnp.tile(x, self.features // x.shape[-1])
+        return x * self.param("scale", nn.initializers.ones, (self.features,))
 
 
 class Echo(nn.Module):
-    """`stages` scalers, `layer_0`, `layer_1`, ...: hands its inputs through them unchanged."""
+    """Scalers `layer_0`, `layer_1`, ...: hands each row's number through them unchanged.
 
-    stages: int
+    Attributes:
+      widths: Features of each scaler, each a multiple of those before.
+    """
+
+    widths: Sequence[int]
 
     @nn.compact
     def __call__(self, batch):
         x = batch["inputs"]
-        for i in range(self.stages):
-            x = Scaler(name=f"layer_{i}")(x)
+        for i, width in enumerate(self.widths):
+            x = Scaler(width, name=f"layer_{i}")(x)
         return x
