@@ -45,7 +45,7 @@ def registry(trained):
 @contextlib.contextmanager
 def rejected(error, *words):
     """The body raises `error` with all the words in its message, and compiles nothing."""
-    with ranks.counted_compilations() as compilations, pytest.raises(error) as caught:
+    with ranks.noted_compilations() as compilations, pytest.raises(error) as caught:
         yield
     message = str(caught.value)
     assert not compilations

@@ -10,10 +10,10 @@ import jax
 __all__ = [
     "compilations",
     "devices_of",
-    "local_tasks",
     "loop_tasks",
     "loop_values",
     "moved_values",
+    "programs",
     "task_names",
     "update_rounds",
 ]
@@ -48,11 +48,13 @@ def moved_values(step_fn):
     return _shapes(step_fn.plan.bundles)
 
 
-def local_tasks(step_fn):
-    """The number of tasks that run on a device of this process."""
+def programs(step_fn):
+    """Names of the tasks' programs: (those of this process's devices, all), sorted."""
     submeshes = step_fn.plan.cut.submeshes
     me = jax.process_index()
-    return sum(me in submeshes[task.submesh].processes for task in step_fn.plan.tasks)
+    names = [(task.name.replace(".", "_"), task.submesh) for task in step_fn.plan.tasks]
+    mine = [name for name, submesh in names if me in submeshes[submesh].processes]
+    return sorted(mine), sorted(name for name, _ in names)
 
 
 def compilations(step_fn):

@@ -7,7 +7,7 @@ import contextlib
 
 import jax
 
-__all__ = ["computed_once", "counted_compilations", "everywhere", "state_bytes", "world"]
+__all__ = ["computed_once", "everywhere", "noted_compilations", "state_bytes", "world"]
 
 
 def world():
@@ -40,16 +40,16 @@ def state_bytes(tree):
 
 
 @contextlib.contextmanager
-def counted_compilations():
-    """Gives a list that grows by one for each program that XLA compiles in this process."""
-    compilations = []
+def noted_compilations():
+    """Gives a list that grows by the name of each program that XLA compiles in this process."""
+    names = []
 
-    def listen(event, seconds, **_):
+    def listen(event, seconds, fun_name="", **_):
         if event.endswith("backend_compile_duration"):
-            compilations.append(seconds)
+            names.append(fun_name.removeprefix("jit(").removesuffix(")"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield compilations
+        yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
