@@ -277,11 +277,12 @@ class Placer:
             for microbatch in range(self.microbatches):
                 rows = self._rows(shares, self.leaf_of[var], microbatch)
                 for device, index in indices:
-                    pieces.append(rows[index])
+                    pieces.append(np.array(rows[index]))
                     devices.append(device)
                 whole.append(((var, submesh, microbatch), sharding, var, len(indices)))
-        # may_alias=False: the caller may reuse its memory at once.
-        placed = iter(jax.device_put(pieces, devices, may_alias=False))
+        # The pieces are copies: the caller may reuse its memory at once, and a CPU device, which
+        # uses aligned host memory in place whatever device_put is told, may keep them.
+        placed = iter(jax.device_put(pieces, devices))
         arrays = {
             key: jax.make_array_from_single_device_arrays(
                 var.aval.shape, sharding, [next(placed) for _ in range(count)]

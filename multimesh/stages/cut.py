@@ -16,7 +16,7 @@ from multimesh.stages.hoist import hoist
 from multimesh.stages.partition import Need, TaskSpec, partition
 from multimesh.stages.placement import Placement, place_loop, place_outside, reading_stages
 from multimesh.stages.registry import Entry, Label, Registry, Task, TaskMesh
-from multimesh.stages.scopes import Scope
+from multimesh.stages.scopes import LOOP_SCOPE, Scope
 from multimesh.stages.shardings import Shardings, Submesh
 
 __all__ = ["CutStep", "Signature", "cut"]
@@ -148,7 +148,8 @@ class _Labels:
         if self.everything is not None:
             return self.everything
         if scope not in self.known:
-            self.scopes["/".join(scope.path)] = None
+            if LOOP_SCOPE not in scope.path:
+                self.scopes["/".join(scope.path)] = None
             found = self.registry.label(scope.path, scope.backward)
             self.known[scope] = found[0] if found else None
             if found:

@@ -61,7 +61,7 @@ def compile_task(
       The executable program.
     """
     jaxpr, constants = task_jaxpr(task, step, shardings)
-    donated = donations(task, shardings, donate)
+    donated = donations(task, step, shardings, donate)
     places = [shardings.of(var, task.submesh) for var in task.inputs]
     results = [shardings.of(var, task.submesh) for var in task.outputs]
     function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))
@@ -96,7 +96,7 @@ def task_jaxpr(task: TaskSpec, step: FlatStep, shardings: Layouts) -> tuple[core
     eqns = [
         _place_constraints(node.eqn, node.label, task.submesh, shardings) for node in task.nodes
     ]
-    read = dict.fromkeys(var for node in task.nodes for var in node.inputs)
+    read = dict.fromkeys([*(var for node in task.nodes for var in node.inputs), *task.outputs])
     constants = [var for var in read if var in step.constants]
     jaxpr = new_jaxpr(constants, list(task.inputs), list(task.outputs), eqns, task.name)
     return jaxpr, [step.constants[var] for var in constants]
@@ -126,10 +126,13 @@ def _place_constraints(eqn, label: Label | None, submesh: int, shardings: Layout
     return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
 
 
-def donations(task: TaskSpec, shardings: Layouts, allowed: Collection[core.Var]) -> tuple[int, ...]:
+def donations(
+    task: TaskSpec, step: FlatStep, shardings: Layouts, allowed: Collection[core.Var]
+) -> tuple[int, ...]:
     """Chooses the inputs to donate: those that an output of the same form can take over.
 
-    XLA warns of every donated input that it cannot use.
+    XLA warns of every donated input that it cannot use. State comes first, so that all of it is
+    taken over and its next use is an error; a gradient beside it is freed anyway.
     """
 
     def form(var):
@@ -137,8 +140,10 @@ def donations(task: TaskSpec, shardings: Layouts, allowed: Collection[core.Var])
 
     free = [form(var) for var in task.outputs]
     chosen = []
-    for position, var in enumerate(task.inputs):
+    for position, var in sorted(
+        enumerate(task.inputs), key=lambda item: item[1] not in step.arguments
+    ):
         if var in allowed and form(var) in free:
             free.remove(form(var))
             chosen.append(position)
-    return tuple(chosen)
+    return tuple(sorted(chosen))
