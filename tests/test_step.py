@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 
 from multimesh.errors import UsageError
-from multimesh.jax import Task, TaskMesh, clear_tasks, fetch, register_task
+from multimesh.jax import Task, TaskMesh, Weighted, clear_tasks, fetch, register_task
 from multimesh.jax.flax import parallelize_step
 
 
@@ -102,3 +102,39 @@ def test_an_optimizer_may_hold_a_random_key():
     first, state = step_fn(state, batch())
     second, state = step_fn(state, batch())
     assert second < first
+    key = fetch(state.opt_state)[0].rng_key
+    assert jax.random.key_data(key).shape == (2,)
+
+
+def weighted(weight):
+    def loss_fn(params, x):
+        loss = Model().apply(params, x) * len(x)
+        return Weighted(loss, weight(params, x))
+
+    return loss_fn
+
+
+def scale(params):
+    return 1 + (params["params"]["head"]["bias"] ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda params, x: (x[:, 0] > 0).sum(),
+        lambda params, x: jax.lax.stop_gradient(scale(params)),
+        lambda params, x: (scale(params) > 0) * 3.0,
+    ],
+    ids=["of the batch", "stopped", "of a comparison"],
+)
+def test_a_weight_without_a_gradient(weight):
+    build(global_batch=batch(), loss_fn=weighted(weight), reduction=None)
+
+
+def test_a_weight_that_depends_on_the_parameters():
+    with pytest.raises(UsageError, match=r"must not depend on the parameters.*stop_gradient"):
+        build(
+            global_batch=batch(),
+            loss_fn=weighted(lambda params, x: scale(params)),
+            reduction=None,
+        )

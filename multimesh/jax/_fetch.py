@@ -21,7 +21,8 @@ def fetch(tree: Any, to: int | str = "all") -> Any:
       to: "all": every rank gets the values. A rank: only that one does.
 
     Returns:
-      The tree with NumPy arrays; None on ranks that get nothing.
+      The tree with NumPy arrays (random keys: JAX arrays of this process); None on ranks that get
+      nothing.
 
     Raises:
       UsageError: `to` is neither "all" nor a rank.
@@ -44,7 +45,9 @@ def fetch(tree: Any, to: int | str = "all") -> Any:
 
 
 def _host(leaf: Any) -> Any:
-    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return _wrap(leaf, np.asarray(_numbers(leaf)))
 
 
 def _pieces(leaf: Any) -> list[tuple[tuple[slice, ...], np.ndarray]]:
@@ -52,7 +55,7 @@ def _pieces(leaf: Any) -> list[tuple[tuple[slice, ...], np.ndarray]]:
     if not isinstance(leaf, jax.Array):
         return []
     return [
-        (shard.index, np.asarray(shard.data))
+        (shard.index, np.asarray(_numbers(shard.data)))
         for shard in leaf.addressable_shards
         if shard.replica_id == 0
     ]
@@ -61,7 +64,25 @@ def _pieces(leaf: Any) -> list[tuple[tuple[slice, ...], np.ndarray]]:
 def _assemble(leaf: Any, pieces: list) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
-    whole = np.empty(leaf.shape, leaf.dtype)
+    example = pieces[0][1]
+    whole = np.empty((*leaf.shape, *example.shape[leaf.ndim :]), example.dtype)
     for index, values in pieces:
         whole[index] = values
-    return whole
+    return _wrap(leaf, whole)
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _wrap(leaf: jax.Array, numbers: np.ndarray) -> Any:
+    """NumPy has no keys: they come back as a JAX array of this process."""
+    return (
+        jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
+        if _is_key(leaf)
+        else numbers
+    )

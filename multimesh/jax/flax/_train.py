@@ -1,6 +1,6 @@
 """`parallelize_step`: a training step of a Flax model over several submeshes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +11,8 @@ from flax.training.train_state import TrainState
 
 from multimesh.batch import BatchSpec
 from multimesh.errors import UsageError
-from multimesh.jax._loop import sum_over_microbatches
-from multimesh.jax._loss import Parts, as_parts, finish, is_weighted
 from multimesh.jax.flax._mesh import StepMesh
+from multimesh.jax.flax._objective import LossFunction, Objective, train
 from multimesh.jax.flax._options import (
     batch_spec,
     check_reduction,
@@ -26,8 +25,6 @@ from multimesh.state import assemble
 from multimesh.step import Context, Step, StepSource, build_step
 
 __all__ = ["GlobalStep", "LocalStep", "PrepareBatch", "StepFunction", "parallelize_step"]
-
-LossFunction = Callable[..., Any]
 
 
 class LocalStep(NamedTuple):
@@ -194,9 +191,9 @@ def parallelize_step(
     init = _Init(model, optimizer, init_fn, rng, spec, context.axis_names(batch_axis))
     options["initial key"] = (init.data.tolist(), str(init.impl))
     compare_requests(context, spec, options)
-    loss = _Loss(loss_fn or model.apply, has_aux, reduction, num_microbatches)
+    objective = Objective(loss_fn or model.apply, has_aux, reduction, num_microbatches)
     source = StepSource(
-        function=lambda state, batch: _train(loss, state, batch),
+        function=lambda state, batch: train(objective, state, batch),
         state=init.shapes,
         companions=_companions(init.shapes(spec.rows)),
         shardings={},
@@ -225,55 +222,6 @@ def _check_arguments(model, optimizer, loss_fn, init_fn, reduction) -> None:
         if function is not None and not callable(function):
             raise UsageError(f"{name} must be a function or None. Got {function!r}.")
     check_reduction(reduction)
-
-
-class _Loss(NamedTuple):
-    """A user's loss function, with how its value is combined over microbatches."""
-
-    function: LossFunction
-    has_aux: bool
-    reduction: str | None
-    microbatches: int
-
-    def parts(self, params: Any, batch: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        """Returns the total to differentiate, and `(weight, parts of the metrics)`."""
-        result = self.function(params, batch)
-        aux: Any = {}
-        if self.has_aux:
-            if not isinstance(result, tuple) or len(result) != 2 or is_weighted(result):
-                raise UsageError(
-                    "With has_aux=True, loss_fn must return (loss, aux), aux a dict of metrics. "
-                    f"Got {type(result).__name__}."
-                )
-            result, aux = result
-            if not isinstance(aux, Mapping):
-                raise UsageError(f"aux must be a dict of metrics. Got {type(aux).__name__}.")
-        loss = as_parts(result, "loss", self.reduction, self.microbatches)
-        if not jnp.issubdtype(loss.total.dtype, jnp.floating):
-            raise UsageError(
-                f"The loss must be a floating-point number to have a gradient. "
-                f"Got {loss.total.dtype}."
-            )
-        metrics = {
-            name: as_parts(value, f"metric {name!r}", self.reduction, self.microbatches)
-            for name, value in aux.items()
-        }
-        return loss.total, (loss.weight, metrics)
-
-
-def _train(loss: _Loss, state: TrainState, batch: Any) -> tuple[Any, TrainState]:
-    """The whole step as plain JAX: `batch` has its microbatches stacked in front."""
-
-    def microbatch(rows):
-        value_and_grad = jax.value_and_grad(lambda params: loss.parts(params, rows), has_aux=True)
-        (total, (weight, metrics)), gradients = value_and_grad(state.params)
-        return (Parts(total, weight), metrics, gradients), None
-
-    (parts, metrics, gradients), _ = sum_over_microbatches(microbatch, batch)
-    if parts.weight is not None:
-        gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
-    aux = {name: finish(metric) for name, metric in metrics.items()}
-    return (finish(parts), aux), state.apply_gradients(grads=gradients)
 
 
 class _Init:
