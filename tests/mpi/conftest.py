@@ -23,8 +23,8 @@ from multimesh.launch.backends import mpich, openmpi
 from multimesh.launch.environment import detect_launcher
 from multimesh.launch.library import find_mpi
 
-# TESTS_RANKS=2 runs only the jobs of 2 ranks.
-RANKS = [int(ranks) for ranks in os.environ.get("TESTS_RANKS", "1,2,4").split(",")]
+RANKS = (1, 2, 4)
+SLOW_RANKS = 2  # tests marked slow run in a job of their own, which is marked slow too
 TIME_LIMIT = 900  # seconds for one job; the longest takes about a third on two idle cores
 # A buffer that is read too early shows as NaN.
 POISON = {"MULTIMESH_POISON": "1"}
@@ -61,26 +61,33 @@ class JobFile(pytest.File):
 
     def collect(self):
         for ranks in RANKS:
-            yield Job.from_parent(self, name=f"{ranks}_ranks", ranks=ranks, variables=POISON)
-        if self.path.name in NEVER_EAGER_FILES and 2 in RANKS:
-            variables = POISON | NEVER_EAGER
-            yield Job.from_parent(self, name="2_ranks_never_eager", ranks=2, variables=variables)
+            yield self.job(f"{ranks}_ranks", ranks)
+        if self.path.name in NEVER_EAGER_FILES:
+            yield self.job("2_ranks_never_eager", 2, NEVER_EAGER)
+        if "@pytest.mark.slow" in self.path.read_text():
+            job = self.job(f"{SLOW_RANKS}_ranks_slow", SLOW_RANKS, select="slow")
+            job.add_marker(pytest.mark.slow)
+            yield job
+
+    def job(self, name, ranks, variables=None, select="not slow"):
+        variables = POISON | (variables or {})
+        return Job.from_parent(self, name=name, ranks=ranks, variables=variables, select=select)
 
 
 class Job(pytest.Item):
     """One MPI job that runs a test file in each of its ranks."""
 
-    def __init__(self, *, ranks, variables, **kwargs):
+    def __init__(self, *, ranks, variables, select, **kwargs):
         super().__init__(**kwargs)
         self.ranks = ranks
+        self.select = select
         self.variables = variables
 
     def runtest(self):
         mpi = find_mpi(sys.executable)
         backend = {"openmpi": openmpi, "mpich": mpich}[mpi.kind]
         pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        selected = ["-m", self.config.option.markexpr] if self.config.option.markexpr else []
-        program = [*pytest_command, *selected, str(self.path)]
+        program = [*pytest_command, "-m", self.select, str(self.path)]
         environ = backend.environment(clean_environment()) | self.variables
         try:
             ended = subprocess.run(
@@ -95,7 +102,7 @@ class Job(pytest.Item):
             )
         except subprocess.TimeoutExpired as exc:
             raise JobFailed(f"no end after {TIME_LIMIT} s", exc.stdout or b"") from None
-        if ended.returncode not in (os.EX_OK, 5):  # 5: the marker expression selected nothing
+        if ended.returncode:
             raise JobFailed(f"exit code {ended.returncode}", ended.stdout)
 
     def repr_failure(self, excinfo):
