@@ -135,6 +135,11 @@ class Shares:
     count: int
     of_rank: tuple[int, ...]
 
+    def gather(self, group: Group, leaves: list[np.ndarray]) -> list[list[np.ndarray]]:
+        """Returns the leaves of every share, in order. Collective."""
+        everyone = group.allgather(leaves)
+        return [everyone[self.of_rank.index(share)] for share in range(self.count)]
+
 
 def find_shares(cut: CutStep, ranks: int, batch_axis: str) -> Shares:
     """Finds the shares: the processes that the batch axis of the first reading stage spans.
@@ -302,8 +307,7 @@ class Placer:
             return [leaves]
         if not self.exchanges:  # only rows of the own share are read: the others may be anything
             return [leaves] * self.shares.count
-        everything = self.group.allgather(leaves)
-        return [everything[self.shares.of_rank.index(share)] for share in range(self.shares.count)]
+        return self.shares.gather(self.group, leaves)
 
     def _compare(self, leaves: list[np.ndarray]) -> None:
         if self.group.size == 1:

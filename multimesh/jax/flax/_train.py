@@ -260,11 +260,8 @@ class _Init:
         """Makes the state's leaves, each where it lives."""
         shares = step.shares.count
         if shares > 1:  # an initializer may read the batch, so it gets all of it
-            everyone = context.group.allgather(example)
-            ranks = [step.shares.of_rank.index(share) for share in range(shares)]
-            example = [
-                np.concatenate(leaf) for leaf in zip(*(everyone[r] for r in ranks), strict=True)
-            ]
+            gathered = step.shares.gather(context.group, example)
+            example = [np.concatenate(leaf) for leaf in zip(*gathered, strict=True)]
         state = step.state
         closed = trace(self.state, self._arguments(self.spec.rows * shares), self.names)
         initializer = Initializer(
