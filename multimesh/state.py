@@ -63,8 +63,7 @@ class State:
             for argument, home in zip(self.arguments, self.homes, strict=True)
         ]
         self.submeshes = cut.submeshes
-        names = [jax.tree_util.keystr(path) for path, _ in _paths(tree)]
-        self.names = names
+        self.names = [jax.tree_util.keystr(path) for path, _ in _paths(tree)]
         self._placed: list[tuple[int, int]] = []
         self._replicated: list[tuple[int, list[tuple[int, int]]]] = []
         for index, (argument, home) in enumerate(zip(self.arguments, self.homes, strict=True)):

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 
 from multimesh.stages.scopes import LOOP_SCOPE
 
-__all__ = ["sum_over_microbatches"]
+__all__ = ["microbatch_shapes", "sum_over_microbatches"]
+
+
+def microbatch_shapes(batch: Any) -> Any:
+    """Returns the shapes of one microbatch of a stacked batch."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
 def sum_over_microbatches(
@@ -23,8 +28,7 @@ def sum_over_microbatches(
     Returns:
       The sum of `summed` over microbatches, and `stacked` with the microbatches in front.
     """
-    first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
-    shapes, _ = jax.eval_shape(function, first)
+    shapes, _ = jax.eval_shape(function, microbatch_shapes(batch))
     with jax.named_scope(LOOP_SCOPE):
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 

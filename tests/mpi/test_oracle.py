@@ -92,23 +92,23 @@ def test_equals_plain_jax_in_every_combination(combination):
     _check(*combination)
 
 
+def _check_model(name, arrange):
+    case = cases.CASES[name]
+    batches = case.batches(16, STEPS)
+    step_fn, state, _ = cases.build(case, arrange(case.stage_count), 16, 4)
+    got = oracle.train_pipeline(step_fn, state, batches)
+    oracle.assert_same_training(got, _train(case, batches))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases.CASES)
 def test_every_model_equals_plain_jax(name):
-    case = cases.CASES[name]
-    batches = case.batches(16, STEPS)
-    step_fn, state, _ = cases.build(case, cases.wide(case.stage_count), 16, 4)
-    got = oracle.train_pipeline(step_fn, state, batches)
-    oracle.assert_same_training(got, _train(case, batches))
+    _check_model(name, cases.wide)
 
 
 @pytest.mark.parametrize("name", ["ragged_3", "metrics"])
 def test_uneven_models_equal_plain_jax(name):
-    case = cases.CASES[name]
-    batches = case.batches(16, STEPS)
-    step_fn, state, _ = cases.build(case, cases.apart(case.stage_count), 16, 4)
-    got = oracle.train_pipeline(step_fn, state, batches)
-    oracle.assert_same_training(got, _train(case, batches))
+    _check_model(name, cases.apart)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.training.train_state import TrainState
 
 from multimesh.errors import UsageError
-from multimesh.jax._loop import sum_over_microbatches
+from multimesh.jax._loop import microbatch_shapes, sum_over_microbatches
 from multimesh.jax._loss import Parts, as_parts, finish, is_weighted
 
 __all__ = ["LossFunction", "Objective", "train"]
@@ -55,6 +55,10 @@ class Objective(NamedTuple):
     def check_weight(self, params: Any, batch: Any) -> None:
         """Checks that a loss's weight has no gradient: the total alone is differentiated.
 
+        Args:
+          params: The parameters, or their shapes.
+          batch: The shapes of one microbatch.
+
         Raises:
           UsageError: The weight depends on the parameters.
         """
@@ -62,11 +66,11 @@ class Objective(NamedTuple):
         if weight is None:
             return
 
-        def pull_back(params, cotangent):
+        def pull_back(params, batch, cotangent):
             _, pull = jax.vjp(lambda params: self.parts(params, batch)[1][0], params)
             return pull(cotangent)
 
-        closed = jax.make_jaxpr(pull_back)(params, weight)
+        closed = jax.make_jaxpr(pull_back)(params, batch, weight)
         reached = {closed.jaxpr.invars[-1]}
         for eqn in closed.jaxpr.eqns:
             if any(not hasattr(atom, "val") and atom in reached for atom in eqn.invars):
@@ -81,9 +85,9 @@ class Objective(NamedTuple):
 
 def train(objective: Objective, state: TrainState, batch: Any) -> tuple[Any, TrainState]:
     """The whole step as plain JAX: `batch` has its microbatches stacked in front."""
+    objective.check_weight(state.params, microbatch_shapes(batch))
 
     def microbatch(rows):
-        objective.check_weight(state.params, rows)
         value_and_grad = jax.value_and_grad(
             lambda params: objective.parts(params, rows), has_aux=True
         )

@@ -237,6 +237,7 @@ class _Init:
         self.optimizer = optimizer
         self.spec = spec
         self.names = names
+        self._shapes: dict[int, TrainState] = {}
 
     def state(self, data: jax.Array, leaves: list) -> TrainState:
         """Makes the state, from the key's data and the batch's leaves."""
@@ -254,7 +255,9 @@ class _Init:
 
     def shapes(self, rows: int) -> TrainState:
         """The shapes of the state for a batch of some rows; runs nothing."""
-        return shapes(self.state, self._arguments(rows), self.names)
+        if rows not in self._shapes:
+            self._shapes[rows] = shapes(self.state, self._arguments(rows), self.names)
+        return self._shapes[rows]
 
     def run(self, step: Step, context: Context, example: list[np.ndarray]) -> TrainState:
         """Makes the state's leaves, each where it lives."""
