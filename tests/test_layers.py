@@ -85,4 +85,4 @@ def test_the_library_does_not_print():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
     }
-    assert found <= {"launch/mmrun.py"}
+    assert found <= {"launch/mmrun/cli.py"}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from multimesh.launch.backends import openmpi
-from multimesh.launch.library import find_mpi
+from multimesh.launch.mmrun.backends import openmpi
+from multimesh.launch.mmrun.library import find_mpi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # By these a launcher tells a process its rank; an outer job's must not leak in.

@@ -6,12 +6,12 @@ import pytest
 
 from multimesh.errors import StartupError
 from multimesh.launch import wire
-from multimesh.launch.binding import cores_of_rank
-from multimesh.launch.command import parse_program
-from multimesh.launch.console import ERRORS, OUTPUT, Console
 from multimesh.launch.environment import Launcher, detect_launcher
-from multimesh.launch.library import MPI, find_mpi
-from multimesh.launch.verdict import Verdict
+from multimesh.launch.mmrun.command import parse_program
+from multimesh.launch.mmrun.console import ERRORS, OUTPUT, Console
+from multimesh.launch.mmrun.library import MPI, find_mpi
+from multimesh.launch.mmrun.verdict import Verdict
+from multimesh.launch.rank.binding import cores_of_rank
 from multimesh.launch.wire import Kind, Message
 
 
@@ -155,7 +155,7 @@ def terminal():
 
 def test_a_bar_is_redrawn_below_other_lines(terminal, monkeypatch):
     fd, drawn = terminal
-    monkeypatch.setattr("multimesh.launch.console.ERRORS", fd)
+    monkeypatch.setattr("multimesh.launch.mmrun.console.ERRORS", fd)
     console = Console(terminal=fd)
     console.feed(0, fd, b"\r10 %")
     assert drawn() == b"[0] 10 %"

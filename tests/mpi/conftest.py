@@ -19,9 +19,9 @@ from support.jobs import clean_environment
 from support.synchronous import Synchronous
 
 from multimesh import _mpi
-from multimesh.launch.backends import mpich, openmpi
 from multimesh.launch.environment import detect_launcher
-from multimesh.launch.library import find_mpi
+from multimesh.launch.mmrun.backends import mpich, openmpi
+from multimesh.launch.mmrun.library import find_mpi
 
 RANKS = (1, 2, 4)
 SLOW_RANKS = 2  # tests marked slow run in a job of their own, which is marked slow too

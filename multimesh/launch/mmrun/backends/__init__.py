@@ -3,6 +3,6 @@
 Each has `command(mpiexec, ranks, rank_command)` and `environment(environ)`, pure functions.
 """
 
-from multimesh.launch.backends import mpich, openmpi
+from multimesh.launch.mmrun.backends import mpich, openmpi
 
 __all__ = ["mpich", "openmpi"]

@@ -11,11 +11,11 @@ import sys
 import tempfile
 
 from multimesh.errors import StartupError
-from multimesh.launch.backends import mpich, openmpi
-from multimesh.launch.command import parse_program
-from multimesh.launch.console import Console
-from multimesh.launch.library import find_mpi
-from multimesh.launch.watch import Job
+from multimesh.launch.mmrun.backends import mpich, openmpi
+from multimesh.launch.mmrun.command import parse_program
+from multimesh.launch.mmrun.console import Console
+from multimesh.launch.mmrun.library import find_mpi
+from multimesh.launch.mmrun.watch import Job
 
 __all__ = ["main"]
 
@@ -98,7 +98,3 @@ def _positive(text):
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1. Got {text}.")
     return number
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,9 +22,9 @@ import sys
 import time
 
 from multimesh.launch import wire
-from multimesh.launch.binding import bind_to_cores
 from multimesh.launch.environment import Launcher, detect_launcher
-from multimesh.launch.program import run_program
+from multimesh.launch.rank.binding import bind_to_cores
+from multimesh.launch.rank.program import run_program
 from multimesh.launch.signals import signal_pipe
 
 __all__ = ["main"]
@@ -176,7 +176,3 @@ class Supervisor:
     def _kill_group(self):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,10 +13,10 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from multimesh.launch import console as consoles
 from multimesh.launch import wire
+from multimesh.launch.mmrun import console as consoles
+from multimesh.launch.mmrun.verdict import Verdict
 from multimesh.launch.signals import signal_pipe
-from multimesh.launch.verdict import Verdict
 
 __all__ = ["Job"]
 
