@@ -11,6 +11,7 @@ import sys
 import tempfile
 
 from multimesh.errors import StartupError
+from multimesh.launch import wire
 from multimesh.launch.mmrun.backends import mpich, openmpi
 from multimesh.launch.mmrun.command import parse_program
 from multimesh.launch.mmrun.console import Console
@@ -46,7 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.devices_per_rank:
         environ["MULTIMESH_DEVICES_PER_RANK"] = str(options.devices_per_rank)
     with tempfile.TemporaryDirectory(prefix="mmrun-") as folder:
-        job = Job(options.ranks, Console.on_standard_output(), os.path.join(folder, "socket"))
+        job = Job(
+            options.ranks,
+            Console.on_standard_output(),
+            wire.listen_here(os.path.join(folder, "socket")),
+        )
         try:
             return job.run(backend.command(mpi.mpiexec, options.ranks, rank_command), environ)
         except BrokenPipeError:  # nobody reads the output any more, as after `| head`

@@ -31,10 +31,10 @@ _LAST_WORDS = 1.0
 class Job:
     """One job, from its start to its exit code."""
 
-    def __init__(self, size: int, console: consoles.Console, address: str):
-        """Prepares a job of `size` ranks, which find mmrun at the socket path `address`."""
+    def __init__(self, size: int, console: consoles.Console, endpoint: wire.Endpoint):
+        """Prepares a job of `size` ranks, which find mmrun at the endpoint."""
         self._console = console
-        self._address = address
+        self._endpoint = endpoint
         self._verdict = Verdict(size)
         self._selector = selectors.DefaultSelector()
         self._parsers: dict[socket.socket, wire.Parser] = {}
@@ -57,7 +57,7 @@ class Job:
         self._selector.register(signals, selectors.EVENT_READ, self._on_signals)
         mpiexec = subprocess.Popen(
             command,
-            env={**environ, wire.ADDRESS_VARIABLE: self._address},
+            env={**environ, wire.ADDRESS_VARIABLE: self._endpoint.address},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -73,9 +73,7 @@ class Job:
         return self._conclude()
 
     def _listen(self):
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self._address)
-        self._listener.listen(4096)
+        self._listener = self._endpoint.listener
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -141,7 +139,8 @@ class Job:
             except BlockingIOError:
                 return
             connection.setblocking(False)
-            self._parsers[connection] = wire.Parser()
+            wire.notice_loss(connection)
+            self._parsers[connection] = wire.Parser(self._endpoint.secret)
             self._selector.register(connection, selectors.EVENT_READ, self._read_rank)
 
     def _read_rank(self, connection) -> bool:
@@ -150,7 +149,7 @@ class Job:
             data = connection.recv(1 << 18)
         except BlockingIOError:
             return False
-        except ConnectionResetError:
+        except OSError:  # reset, or the host is gone
             data = b""
         if not data:
             rank = self._ranks.get(connection)
@@ -159,7 +158,12 @@ class Job:
                 self._console.finish(rank)
                 self._verdict.lose(rank)
             return False
-        for message in self._parsers[connection].feed(data):
+        try:
+            messages = self._parsers[connection].feed(data)
+        except PermissionError:
+            self._close(connection)
+            return False
+        for message in messages:
             self._handle(message, connection)
         return True
 

@@ -56,8 +56,7 @@ def main():
     for _, write_end in outputs.values():
         os.close(write_end)
     readers = {read_end: kind for kind, (read_end, _) in outputs.items()}
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[wire.ADDRESS_VARIABLE])
+    with wire.connect() as connection:
         supervisor = Supervisor(launcher, child, readers, connection)
         code = supervisor.run(is_python=not options.exec)
     # Nothing of this process is worth an orderly end, and the exit code is the message.
