@@ -50,9 +50,14 @@ class Kind(enum.IntEnum):
     OUTPUT = 2  # bytes of the rank's standard output
     ERRORS = 3  # bytes of the rank's standard error
     JOINING = 4  # JSON {timeout}: the rank called init and waits for the others
-    FAILING = 5  # JSON {code, traceback}: an exception is about to end the rank
+    FAILING = 5  # JSON {code, traceback, culprit}: an exception is about to end the rank
     FINISHED = 6  # the program ran to its end
     EXIT = 7  # JSON {code, signal}: the rank's process is gone; the rest of its output follows
+    STOPPED = 8  # JSON {signal}: the rank's process was stopped by it, or goes on again (0)
+    NOTICE = 9  # JSON {signal}: a preemption notice came to the rank, and not from mmrun
+    # From mmrun to a supervisor:
+    PREEMPT = 10  # give the rank a preemption notice
+    INTERRUPT = 11  # interrupt the rank, as Ctrl-C does
 
 
 @dataclass(frozen=True)
