@@ -11,6 +11,7 @@ __all__ = [
     "backends_have_started",
     "coordination_store",
     "equation_scope_text",
+    "have_gloo_meet_at",
     "jaxprs_in_params",
     "new_jaxpr",
     "new_variable",
@@ -31,6 +32,23 @@ def coordination_store():
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def have_gloo_meet_at(address: str):
+    """Makes gloo, which carries collectives between CPU devices, listen at an address.
+
+    JAX's own choice is what this host's name resolves to: often a loopback address, which no
+    other host can connect to. JAX has no setting for it, only this way to make the CPU devices.
+    """
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax
+
+    def make_client():
+        client = distributed.global_state.client
+        gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address)
+        return xla_bridge.make_cpu_client(gloo)
+
+    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
 def new_variable(aval) -> core.Var:

@@ -8,40 +8,57 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 
 import jax
 
 from multimesh import _compat
 from multimesh.errors import StartupError
+from multimesh.launch.addresses import LOOPBACK
+from multimesh.launch.places import Place, check_routes, meeting_address
 
 __all__ = ["connect_alone", "connect_ranks"]
 
 _NONCE_KEY = "multimesh/nonce"
-_LOOPBACK = "127.0.0.1"
+_ATTEMPTS = 3
 _POLL_SECONDS = 0.01
 
 
-def connect_ranks(communicator, timeout: float):
+def connect_ranks(communicator, places: Sequence[Place], timeout: float):
     """Starts jax.distributed on every rank, with rank 0 as its coordinator.
 
     Args:
       communicator: The job's private communicator.
+      places: The place of each rank.
       timeout: Seconds to wait for the other ranks.
 
     Raises:
-      StartupError: The coordinator cannot be reached, or belongs to another job.
+      StartupError: Hosts cannot reach each other, or the coordinator keeps belonging to another
+        job.
     """
     rank, size = communicator.Get_rank(), communicator.Get_size()
-    hosts = communicator.allgather(socket.gethostname())
-    with _reserve_port(_own_address(hosts)) as reservation:
-        proposal = (reservation.getsockname(), secrets.token_hex(16))
-        address, nonce = communicator.bcast(proposal, root=0)
-        if rank > 0:
-            # Other ranks need no port; and JAX itself would retry only every second.
-            reservation.close()
-            _wait_for_listener(address, timeout)
-        _initialize(address, size, rank, timeout)
-    _check_nonce(nonce, rank, address, timeout)
+    own_address = _own_address(communicator, places)
+    if len(set(places)) > 1:
+        check_routes(communicator, places, own_address)
+    _compat.have_gloo_meet_at(own_address)
+    for _ in range(_ATTEMPTS):
+        with _reserve_port(own_address) as reservation:
+            proposal = (reservation.getsockname()[:2], secrets.token_hex(16))
+            address, nonce = communicator.bcast(proposal, root=0)
+            if rank > 0:
+                # Other ranks need no port; and JAX itself would retry only every second.
+                reservation.close()
+                _wait_for_listener(address, places[0], timeout)
+            _initialize(address, size, rank, timeout)
+        if all(communicator.allgather(_has_nonce(nonce, rank, timeout))):
+            break
+        # Some ranks met another job's coordinator, which took the port over.
+        jax.distributed.shutdown()
+    else:
+        raise StartupError(
+            f"The coordinator at {address[0]}:{address[1]} belongs to another job, as those on "
+            f"{_ATTEMPTS - 1} ports before it. Start again, with fewer jobs on {places[0].host}."
+        )
     if jax.process_count() != size:
         raise StartupError(
             f"JAX sees {jax.process_count()} processes on rank {rank}; MPI started {size}. "
@@ -55,32 +72,36 @@ def connect_alone(timeout: float):
     Args:
       timeout: Seconds to wait for the coordinator of this process.
     """
-    with _reserve_port(_LOOPBACK) as reservation:
+    _compat.have_gloo_meet_at(LOOPBACK)
+    with _reserve_port(LOOPBACK) as reservation:
         _initialize(reservation.getsockname(), 1, 0, timeout)
+
+
+def _own_address(communicator, places):
+    """The address of this rank's host, or the same error on every rank."""
+    address = problem = None
+    try:
+        address = meeting_address(places[communicator.Get_rank()], places)
+    except StartupError as error:
+        problem = str(error)
+    problems = list(filter(None, communicator.allgather(problem)))
+    if problems:
+        raise StartupError(problems[0])
+    return address
 
 
 def _initialize(address, size, rank, timeout):
     host, port = address
     _exempt_from_proxy(host)
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     jax.distributed.initialize(
-        coordinator_address=f"{host}:{port}",
+        coordinator_address=place,
         num_processes=size,
         process_id=rank,
         cluster_detection_method="deactivate",
-        coordinator_bind_address=f"{host}:{port}",
+        coordinator_bind_address=place,
         initialization_timeout=max(1, int(timeout)),
     )
-
-
-def _own_address(hosts):
-    """The address at which the others reach this host."""
-    if len(set(hosts)) == 1:
-        return _LOOPBACK
-    # Never a look-up of the own name, which is often a loopback address. Connecting a UDP socket
-    # sends nothing; it chooses the route out of this host, and so the address.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))
-        return probe.getsockname()[0]
 
 
 def _reserve_port(host):
@@ -88,13 +109,13 @@ def _reserve_port(host):
 
     The coordinator binds the same port next: gRPC sets SO_REUSEPORT as well.
     """
-    reservation = socket.socket()
+    reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reservation.bind((host, 0))
     return reservation
 
 
-def _wait_for_listener(address, timeout):
+def _wait_for_listener(address, place, timeout):
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -103,8 +124,8 @@ def _wait_for_listener(address, timeout):
         except OSError as exc:
             if time.monotonic() > deadline:
                 raise StartupError(
-                    f"The coordinator of rank 0 at {address[0]}:{address[1]} cannot be reached "
-                    f"within {timeout:g} s: {exc}. Check that no firewall is between the hosts."
+                    f"The coordinator of rank 0 on {place.host}, at {address[0]}:{address[1]}, "
+                    f"cannot be reached within {timeout:g} s from {socket.gethostname()}: {exc}."
                 ) from exc
         time.sleep(_POLL_SECONDS)
 
@@ -120,13 +141,9 @@ def _exempt_from_proxy(host):
     os.environ[name] = f"{exempt},{host}" if exempt else host
 
 
-def _check_nonce(nonce, rank, address, timeout):
+def _has_nonce(nonce, rank, timeout):
+    """Whether the coordinator that this rank is connected to is the one of its job."""
     store = _compat.coordination_store()
     if rank == 0:
         store.key_value_set(_NONCE_KEY, nonce)
-    found = store.blocking_key_value_get(_NONCE_KEY, int(timeout * 1000))
-    if found != nonce:
-        raise StartupError(
-            f"The coordinator at {address[0]}:{address[1]} belongs to another job. Start again; "
-            "every start takes a new port."
-        )
+    return store.blocking_key_value_get(_NONCE_KEY, int(timeout * 1000)) == nonce

@@ -6,6 +6,8 @@ mistake is the same error on all of them and leaves none waiting.
 """
 
 import functools
+import logging
+import os
 from dataclasses import dataclass
 
 from multimesh import _mpi
@@ -13,8 +15,18 @@ from multimesh.config import read_config
 from multimesh.errors import StartupError
 from multimesh.launch import failure, wire
 from multimesh.launch.environment import Launcher, detect_launcher
+from multimesh.launch.gpus import (
+    VisibleGpus,
+    count_gpus,
+    divide_gpus,
+    find_gpus,
+    jax_can_use_gpus,
+)
+from multimesh.launch.places import Place, own_place, ranks_at
 
 __all__ = ["init", "require_init"]
+
+logger = logging.getLogger("multimesh")
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,31 @@ class _Request:
     collectives: str | None
 
 
+@dataclass(frozen=True)
+class _Devices:
+    """What the request comes to.
+
+    Attributes:
+      cpus: CPU devices of each rank, or None for the devices that JAX finds.
+      gpus: With None for `cpus`, the GPUs that this process sees, if JAX would use them.
+      gpus_per_rank: How many of them each rank was asked to use, or None.
+    """
+
+    cpus: int | None = None
+    gpus: VisibleGpus | None = None
+    gpus_per_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What each rank tells the others before they are joined."""
+
+    request: _Request
+    place: Place
+    devices: _Devices | None
+    problem: str | None = None
+
+
 def init(cpus: int | None = None, *, collectives: str | None = None):
     """Prepares JAX for this program; call it before anything that makes JAX look for devices.
 
@@ -32,7 +69,8 @@ def init(cpus: int | None = None, *, collectives: str | None = None):
 
     Args:
       cpus: Number of CPU devices in all, shared equally by the ranks: 8 are 4 on each of 2.
-        `mmrun --devices-per-rank` overrides it. None leaves the devices as JAX finds them.
+        `mmrun --devices-per-rank` overrides it. None leaves the devices as JAX finds them; each
+        of several ranks then uses one GPU of its host, or as many as `--devices-per-rank` says.
       collectives: "gloo" makes a single process add in the same order as several ranks do, which
         gives bit-identical results at some cost in speed. Several ranks always use gloo.
 
@@ -88,7 +126,10 @@ def _parallel_launcher() -> Launcher | None:
 
 def _start_alone(request):
     devices = _devices_per_rank(request, 1)
-    _configure_jax(devices, request.collectives)
+    gpus = None
+    if devices.gpus and devices.gpus_per_rank:
+        (gpus,) = divide_gpus([devices.gpus], [own_place()], devices.gpus_per_rank)
+    _configure_jax(devices.cpus, gpus, request.collectives)
     if request.collectives:
         from multimesh.launch import coordinator
 
@@ -105,9 +146,11 @@ def _join_ranks(request, launcher):
     size = _mpi.load().COMM_WORLD.Get_size()
     _check_size(launcher, size)
     communicator = _mpi.communicator()
-    devices = _agree(communicator, request)
-    _configure_jax(devices, "gloo")
-    coordinator.connect_ranks(communicator, timeout)
+    answers = communicator.allgather(_answer(request, size))
+    _check_agreement(answers)
+    rank = communicator.Get_rank()
+    _configure_jax(answers[rank].devices.cpus, _gpus_of_rank(rank, answers), "gloo")
+    coordinator.connect_ranks(communicator, [answer.place for answer in answers], timeout)
     ending.end_together(communicator.Dup())
 
 
@@ -124,31 +167,55 @@ def _check_size(launcher: Launcher, size: int):
         )
 
 
-def _agree(communicator, request) -> int | None:
-    """Finds the devices per rank, or raises the same error on every rank."""
-    devices = problem = None
+def _answer(request, size) -> _Answer:
     try:
-        devices = _devices_per_rank(request, communicator.Get_size())
+        return _Answer(request, own_place(), _devices_per_rank(request, size))
     except StartupError as error:
-        problem = str(error)
-    answers = communicator.allgather((problem, request, devices))
-    problems = {rank: text for rank, (text, _, _) in enumerate(answers) if text}
+        return _Answer(request, own_place(), None, str(error))
+
+
+def _check_agreement(answers):
+    """Raises the same error on every rank, unless all ask for the same and may have it."""
+    problems = {rank: answer.problem for rank, answer in enumerate(answers) if answer.problem}
     if problems:
         rank, text = next(iter(problems.items()))
         is_everywhere = set(problems.values()) == {text} and len(problems) == len(answers)
         raise StartupError(text if is_everywhere else f"On rank {rank}: {text}")
-    for rank, answer in enumerate(answers):
-        if answer != answers[0]:
+    wishes = [
+        (answer.request, answer.devices.cpus, answer.devices.gpus_per_rank) for answer in answers
+    ]
+    for rank, (request, cpus, gpus) in enumerate(wishes):
+        if wishes[rank] != wishes[0]:
+            first = wishes[0][0]
             raise StartupError(
                 "All ranks must ask init for the same. Got "
-                f"cpus={answers[0][1].cpus!r}, collectives={answers[0][1].collectives!r} on rank "
-                f"0, cpus={answer[1].cpus!r}, collectives={answer[1].collectives!r} on rank {rank} "
-                f"({answers[0][2]} and {answer[2]} devices per rank)."
+                f"cpus={first.cpus!r}, collectives={first.collectives!r} on rank "
+                f"0, cpus={request.cpus!r}, collectives={request.collectives!r} on rank {rank} "
+                f"({wishes[0][1] or wishes[0][2]} and {cpus or gpus} devices per rank)."
             )
-    return devices
 
 
-def _devices_per_rank(request, size) -> int | None:
+def _gpus_of_rank(rank, answers) -> tuple[int, ...] | None:
+    """The GPUs of this rank, or None where no rank is to use any."""
+    if not any(answer.devices.gpus for answer in answers):
+        return None
+    visible = [answer.devices.gpus or VisibleGpus() for answer in answers]
+    places = [answer.place for answer in answers]
+    gpus = divide_gpus(visible, places, answers[0].devices.gpus_per_rank)
+    here = ranks_at(places[rank], places)
+    used, found = sum(len(gpus[peer]) for peer in here), len(visible[rank].names)
+    if rank == here[0] and visible[rank].per_task is None and used < found:
+        logger.warning(
+            "%d of the %d GPUs on %s are used: one for each rank, unless mmrun is told "
+            "--devices-per-rank.",
+            used,
+            found,
+            places[rank].host,
+        )
+    return gpus[rank]
+
+
+def _devices_per_rank(request, size) -> _Devices:
     """Divides the devices among the ranks, if it is not too late to ask for any."""
     from multimesh import _compat
 
@@ -158,21 +225,36 @@ def _devices_per_rank(request, size) -> int | None:
             "before jax.devices(), before arrays are made, before anything is jitted."
         )
     cpus, override = request.cpus, read_config().devices_per_rank
-    if override is not None or cpus is None:
-        return override
+    if cpus is None:
+        gpus = _visible_gpus()
+        return _Devices(gpus=gpus, gpus_per_rank=override) if gpus else _Devices(cpus=override)
+    if override is not None:
+        return _Devices(cpus=override)
     if cpus % size:
         raise StartupError(
             f"cpus must be a multiple of the number of ranks. Got cpus={cpus} and {size} ranks. "
             f"Use cpus={max(1, cpus // size) * size}, or another number of ranks."
         )
-    return cpus // size
+    return _Devices(cpus=cpus // size)
 
 
-def _configure_jax(devices, collectives):
+def _visible_gpus() -> VisibleGpus | None:
+    """The GPUs that JAX would use in this process, or None."""
     import jax
 
-    if devices is not None:
+    if not jax_can_use_gpus(jax.config.jax_platforms):
+        return None
+    gpus = find_gpus(os.environ, count_gpus())
+    return gpus if gpus.names else None
+
+
+def _configure_jax(cpus, gpus, collectives):
+    import jax
+
+    if cpus is not None:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_num_cpu_devices", cpus)
+    if gpus is not None:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
     if collectives:
         jax.config.update("jax_cpu_collectives_implementation", collectives)
