@@ -44,6 +44,8 @@ _LAUNCHERS = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None),
     ("PMIx", "PMIX_RANK", None, None, None),
 )
+# Outside a step, and SLURM's numbers for the shell of `salloc` and for a batch script.
+_NO_STEPS = ("", "4294967290", "4294967291")
 
 
 def detect_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None:
@@ -60,8 +62,8 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None
     if multiprocessing.parent_process() is not None:
         return None
     for name, rank, *rest in _LAUNCHERS:
-        # A batch script has SLURM_PROCID=0 too; only a job step is started by srun.
-        if name == "srun" and "SLURM_STEP_ID" not in environ:
+        # A batch script and an interactive shell have SLURM_PROCID=0 too, but srun started neither.
+        if name == "srun" and environ.get("SLURM_STEP_ID", "") in _NO_STEPS:
             continue
         if environ.get(rank, "").isdecimal():
             numbers = (environ.get(key, "") if key else "" for key in rest)

@@ -1,28 +1,32 @@
-"""The command `mmrun -n N PROGRAM ARGS...`: starts a program on N ranks of this host.
+"""The command `mmrun [options] PROGRAM ARGS...`: from the command line to the exit code."""
 
-mmrun manages no processes: the MPI's own mpiexec starts the ranks. mmrun chooses that mpiexec,
-sets it up, shows the ranks' output, and reports how the job ended.
-"""
-
-import argparse
 import os
+import shlex
 import signal
 import sys
 import tempfile
 
 from multimesh.errors import StartupError
 from multimesh.launch import wire
-from multimesh.launch.mmrun.backends import mpich, openmpi
-from multimesh.launch.mmrun.command import parse_program
+from multimesh.launch.environment import Launcher, detect_launcher
+from multimesh.launch.mmrun.choice import Launch, choose
+from multimesh.launch.mmrun.command import Program, parse_program
 from multimesh.launch.mmrun.console import Console
+from multimesh.launch.mmrun.hosts import addresses_for
 from multimesh.launch.mmrun.library import find_mpi
+from multimesh.launch.mmrun.options import Options, parse_options
 from multimesh.launch.mmrun.watch import Job
 
 __all__ = ["main"]
 
-_BACKENDS = {"openmpi": openmpi, "mpich": mpich}
 _USAGE_ERROR = 2
 _OUTPUT_CLOSED = 128 + signal.SIGPIPE
+# Options that ranks read as variables.
+_VARIABLES = {
+    "MULTIMESH_DEVICES_PER_RANK": "devices_per_rank",
+    "MULTIMESH_STALL_TIMEOUT": "stall_timeout",
+    "MULTIMESH_START_TIMEOUT": "start_timeout",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,72 +38,75 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
       The exit code: that of the first rank that failed, or 0.
     """
-    options = _parser().parse_args(arguments)
+    options = parse_options(arguments)
     try:
         program = parse_program(options.program)
-        mpi = find_mpi(program.interpreter)
+        environ = _rank_environment(options)
+        launcher = detect_launcher()
+        if launcher is not None and launcher.size != 1:
+            return _run_in_place(options, program, launcher, environ)
+        rank_command = program.rank_command(bind=options.bind == "cores")
+        launch = choose(options, find_mpi(program.interpreter), rank_command, environ)
+        if options.dry_run:
+            return _show(launch.reason, launch.command, launch.environ)
+        return _launch(options, launch)
     except StartupError as error:
-        print(f"mmrun: {error}", file=sys.stderr)
+        _say(str(error))
         return _USAGE_ERROR
-    backend = _BACKENDS[mpi.kind]
-    rank_command = program.rank_command(bind=options.bind == "cores")
-    environ = backend.environment(os.environ)
-    if options.devices_per_rank:
-        environ["MULTIMESH_DEVICES_PER_RANK"] = str(options.devices_per_rank)
+
+
+def _launch(options: Options, launch: Launch) -> int:
+    _say(launch.reason)
     with tempfile.TemporaryDirectory(prefix="mmrun-") as folder:
-        job = Job(
-            options.ranks,
-            Console.on_standard_output(),
-            wire.listen_here(os.path.join(folder, "socket")),
+        addresses = addresses_for(launch.hosts)
+        endpoint = (
+            wire.listen_on_network(addresses)
+            if addresses
+            else wire.listen_here(os.path.join(folder, "socket"))
         )
+        job = Job(launch.ranks, Console.on_standard_output(), endpoint)
         try:
-            return job.run(backend.command(mpi.mpiexec, options.ranks, rank_command), environ)
+            return job.run(launch.command, launch.environ)
         except BrokenPipeError:  # nobody reads the output any more, as after `| head`
             return _OUTPUT_CLOSED
 
 
-def _parser():
-    parser = argparse.ArgumentParser(
-        prog="mmrun",
-        usage="mmrun -n N [options] PROGRAM [ARGS...]",
-        description="Run a program on several ranks of this host.",
-    )
-    parser.add_argument(
-        "-n", dest="ranks", type=_positive, required=True, metavar="N", help="number of ranks"
-    )
-    parser.add_argument(
-        "--devices-per-rank",
-        type=_positive,
-        metavar="K",
-        help="CPU devices of each rank, in place of what the program asks of init",
-    )
-    parser.add_argument(
-        "--bind",
-        choices=("cores", "none"),
-        default="cores",
-        help="give each rank its own share of the cores (default), or leave all to all",
-    )
-    parser.add_argument(
-        "program",
-        nargs=argparse.REMAINDER,
-        action=_Program,
-        metavar="PROGRAM ARGS...",
-        help="a Python file, or any command",
-    )
-    return parser
+def _run_in_place(options: Options, program: Program, launcher: Launcher, environ) -> int:
+    """Becomes the program: another launcher has already started the ranks."""
+    if options.ranks and launcher.size and options.ranks != launcher.size:
+        raise StartupError(
+            f"{launcher.name} has already started {launcher.size} ranks, and mmrun, inside one of "
+            f"them, was asked for {options.ranks}. Give one of the two the number of ranks."
+        )
+    command = program.plain_command()
+    reason = f"rank {launcher.rank} of {launcher.name} runs the program; nothing more is started"
+    if options.dry_run:
+        return _show(reason, command, environ)
+    if launcher.rank == 0:
+        _say(f"{launcher.name} has already started the ranks: each runs the program in its place")
+    os.execvpe(command[0], command, environ)
 
 
-class _Program(argparse.Action):
-    """Requires a program, which argparse.REMAINDER does not."""
+def _rank_environment(options: Options) -> dict[str, str]:
+    """This process's environment, with the options that are for the ranks."""
+    environ = dict(os.environ)
+    for variable, option in _VARIABLES.items():
+        if getattr(options, option) is not None:
+            environ[variable] = f"{getattr(options, option):g}"
+    return environ
 
-    def __call__(self, parser, namespace, values, option_string=None):
-        if not values:
-            parser.error("expected a program to run, such as `mmrun -n 2 python train.py`")
-        namespace.program = values
+
+def _show(reason, command, environ) -> int:
+    """What a dry run prints: the choice, what it changes in the environment, the command."""
+    print(f"# {reason}")
+    for name in sorted(os.environ.keys() - environ.keys()):
+        print(f"unset {name}")
+    for name, value in sorted(environ.items()):
+        if os.environ.get(name) != value:
+            print(f"export {name}={shlex.quote(value)}")
+    print(shlex.join(command))
+    return 0
 
 
-def _positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1. Got {text}.")
-    return number
+def _say(text):
+    print(f"mmrun: {text}", file=sys.stderr, flush=True)

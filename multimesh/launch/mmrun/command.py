@@ -41,6 +41,11 @@ class Program:
         start = [self.interpreter, *self.options, "-P", "-m", "multimesh.launch.rank"]
         return [*start, *flags, "--", *self.arguments]
 
+    def plain_command(self) -> list[str]:
+        """The command line of the program itself."""
+        start = [self.interpreter, *self.options] if self.is_python else []
+        return [*start, *self.arguments]
+
 
 def parse_program(words: Sequence[str]) -> Program:
     """Parses `python [OPTIONS] train.py ARGS...`, `train.py ARGS...`, or any other command.

@@ -6,6 +6,7 @@ use: it loads the library there without starting MPI, and here nothing is loaded
 """
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ from multimesh.errors import StartupError
 __all__ = ["MPI", "find_mpi"]
 
 _PROBE = """
+import sys
 import mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
 print(MPI.Get_library_version().split("\\n")[0])
 with open("/proc/self/maps") as maps:
     print(next((line.split()[-1] for line in maps if "/libmpi" in line), ""))
+print(sys.prefix)
 """
 
 # Kind of MPI: how its library's version starts, the names of its mpiexec from the surest to the
@@ -46,11 +49,19 @@ class MPI:
       kind: The backend's name, "openmpi" or "mpich".
       version: What the library calls itself.
       mpiexec: Path of the mpiexec.
+      is_bundled: Whether pip installed it, in the interpreter's own environment.
     """
 
     kind: str
     version: str
     mpiexec: str
+    is_bundled: bool = False
+
+    @property
+    def name(self) -> str:
+        """A short name with the version, such as "Open MPI 5.0.11"."""
+        number = re.search(r"\d[\w.]*", self.version)
+        return f"{_KINDS[self.kind][0]} {number[0] if number else ''}".rstrip()
 
 
 def find_mpi(interpreter: str) -> MPI:
@@ -69,10 +80,12 @@ def find_mpi(interpreter: str) -> MPI:
     if probe.returncode:
         reason = probe.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise StartupError(f"{interpreter} cannot run a rank: {reason[0]}. {_NEEDS}")
-    version, library = probe.stdout.split("\n")[:2]
+    version, library, prefix = probe.stdout.split("\n")[:3]
+    is_bundled = Path(prefix) in Path(library).parents
     for kind, (name, mpiexecs, sign) in _KINDS.items():
         if version.startswith(name):
-            return MPI(kind, version, _find_mpiexec(version, library, mpiexecs, sign))
+            mpiexec = _find_mpiexec(version, library, mpiexecs, sign)
+            return MPI(kind, version, mpiexec, is_bundled)
     raise StartupError(
         f"mmrun can start Open MPI and MPICH. Got {version!r} from {library or 'mpi4py'}; start "
         "the ranks with that MPI's own mpiexec, which works without mmrun."

@@ -1,8 +1,8 @@
-"""One file per kind of mpiexec: how to start N ranks with it on this host.
+"""One file per kind of starter: how to start N ranks with it.
 
-Each has `command(mpiexec, ranks, rank_command)` and `environment(environ)`, pure functions.
+Each has `command(...)`, the command line, and `environment(environ)`, both pure functions.
 """
 
-from multimesh.launch.mmrun.backends import mpich, openmpi
+from multimesh.launch.mmrun.backends import mpich, openmpi, srun
 
-__all__ = ["mpich", "openmpi"]
+__all__ = ["mpich", "openmpi", "srun"]
