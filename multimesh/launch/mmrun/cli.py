@@ -1,11 +1,13 @@
 """The command `mmrun [options] PROGRAM ARGS...`: from the command line to the exit code."""
 
+import contextlib
 import os
 import shlex
 import signal
 import sys
 import tempfile
 
+from multimesh.config import read_config
 from multimesh.errors import StartupError
 from multimesh.launch import wire
 from multimesh.launch.environment import Launcher, detect_launcher
@@ -56,17 +58,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _launch(options: Options, launch: Launch) -> int:
-    _say(launch.reason)
-    with tempfile.TemporaryDirectory(prefix="mmrun-") as folder:
+    environ = dict(launch.environ)
+    with (
+        contextlib.closing(Console.from_options(options, launch.ranks)) as console,
+        tempfile.TemporaryDirectory(prefix="mmrun-") as folder,
+    ):
         addresses = addresses_for(launch.hosts)
         endpoint = (
             wire.listen_on_network(addresses)
             if addresses
             else wire.listen_here(os.path.join(folder, "socket"))
         )
-        job = Job(launch.ranks, Console.on_standard_output(), endpoint)
+        console.say(f"mmrun: {launch.reason}")
+        stall_timeout = read_config(environ).stall_timeout
+        job = Job(launch.ranks, console, endpoint, grace=options.grace, stall_timeout=stall_timeout)
         try:
-            return job.run(launch.command, launch.environ)
+            return job.run(launch.command, environ | console.rank_environment(environ))
         except BrokenPipeError:  # nobody reads the output any more, as after `| head`
             return _OUTPUT_CLOSED
 
