@@ -57,9 +57,10 @@ def _may_exist(name, count):
 
 def _gpus_per_task(environ):
     """What `srun --gpus-per-task` was given; newer releases of SLURM say it in another way."""
-    text = environ.get("SLURM_GPUS_PER_TASK") or environ.get("SLURM_TRES_PER_TASK", "")
-    found = re.search(r"^(?:[a-z]\w*:)?(\d+)$|gres[/:]gpu(?::[^:=,]+)?[:=](\d+)", text)
-    return int(found[1] or found[2]) if found else None
+    found = re.search(r"(?:^|:)(\d+)$", environ.get("SLURM_GPUS_PER_TASK", "")) or re.search(
+        r"gres[/:]gpu(?::[^:=,]+)?[:=](\d+)", environ.get("SLURM_TRES_PER_TASK", "")
+    )
+    return int(found[1]) if found else None
 
 
 def divide_gpus(

@@ -1,4 +1,4 @@
-"""The launcher's parts that need no process: output, the environment, cores, the verdict."""
+"""The launcher's parts that need no process: output, the environment, the verdict."""
 
 import os
 
@@ -11,7 +11,6 @@ from multimesh.launch.mmrun.command import parse_program
 from multimesh.launch.mmrun.console import ERRORS, OUTPUT, Console
 from multimesh.launch.mmrun.library import MPI, find_mpi
 from multimesh.launch.mmrun.verdict import Verdict
-from multimesh.launch.rank.binding import cores_of_rank
 from multimesh.launch.wire import Kind, Message
 
 
@@ -45,20 +44,6 @@ from multimesh.launch.wire import Kind, Message
 )
 def test_launchers_are_known_by_their_environment(environ, launcher):
     assert detect_launcher(environ) == launcher
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "shares"),
-    [
-        ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
-        ([0, 1, 2, 3, 4], 2, [[0, 1], [2, 3]]),
-        ([4, 6], 1, [[4, 6]]),
-        ([4, 6], 2, [[4], [6]]),
-        ([4, 6], 4, [[4], [6], [4], [6]]),
-    ],
-)
-def test_every_rank_gets_as_many_cores(cores, ranks, shares):
-    assert [cores_of_rank(cores, rank, ranks) for rank in range(ranks)] == shares
 
 
 @pytest.mark.parametrize(
