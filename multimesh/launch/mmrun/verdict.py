@@ -3,15 +3,21 @@
 A job succeeded if every rank reported that its program ran to its end, with code 0. The first
 report of anything else is the job's failure and gives it its exit code; what other ranks report
 later is only its echo.
+
+A job that was asked to end is different: its ranks have some time to do so, each in its own way.
 """
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from multimesh.launch.wire import Kind, Message
 
-__all__ = ["Failure", "Verdict"]
+__all__ = ["Failure", "Request", "Verdict"]
+
+# The ranks see a stall too, and can say more about it: they come first.
+_RANKS_COME_FIRST = 3.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,29 @@ class Failure:
     traceback: str = ""
 
 
+@dataclass(frozen=True)
+class Request:
+    """The job was asked to end.
+
+    Attributes:
+      kind: `Kind.PREEMPT` or `Kind.INTERRUPT`, as the ranks are told.
+      signal: The name of the signal that asked for it.
+      exit_code: The exit code of a job that ends as asked.
+    """
+
+    kind: Kind
+    signal: str
+    exit_code: int
+
+    @classmethod
+    def by(cls, number: int) -> "Request":
+        """What signal `number` asks for."""
+        kind = Kind.INTERRUPT if number == signal.SIGINT else Kind.PREEMPT
+        # Whichever signal gave the notice, batch scripts test for one code.
+        code = 128 + (signal.SIGINT if kind is Kind.INTERRUPT else signal.SIGTERM)
+        return cls(kind, _signal_name(number), code)
+
+
 @dataclass
 class _Rank:
     host: str = "an unknown host"
@@ -38,6 +67,7 @@ class _Rank:
     is_python: bool = True
     has_finished: bool = False  # the Python program ran to its end
     is_gone: bool = False
+    stop_signal: int = 0  # the signal that stopped its process, while it is stopped
 
 
 @dataclass
@@ -46,15 +76,20 @@ class Verdict:
 
     Attributes:
       size: Number of ranks.
-      failure: The first failure, once there is one.
-      join_deadline: When all ranks must have called `init`, on the monotonic clock; None while
-        no rank waits for another.
+      grace: Seconds that ranks have to end once they were asked to.
+      stall_timeout: Seconds that a rank's process may be stopped.
+      failure: The first failure, once there is one: the job ends.
+      request: That the job was asked to end, once it was.
     """
 
     size: int
+    grace: float = 30.0
+    stall_timeout: float = 120.0
     failure: Failure | None = None
-    join_deadline: float | None = None
-    _join_timeout: float = 0.0
+    request: Request | None = None
+    # What the job waits for: until when, on the monotonic clock, and what happens then.
+    _limits: dict[object, tuple[float, Callable[[], None]]] = field(default_factory=dict)
+    _traceback: tuple[int, str] | None = None  # the first of an interrupted rank
     _ranks: dict[int, _Rank] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -62,7 +97,7 @@ class Verdict:
 
     def hear(self, message: Message):
         """Takes a message of a rank; output is not for here."""
-        rank = self._ranks[message.rank]
+        number, rank = message.rank, self._ranks[message.rank]
         match message.kind:
             case Kind.HELLO:
                 hello = message.json()
@@ -70,36 +105,50 @@ class Verdict:
             case Kind.JOINING:
                 self._join(rank, message.json()["timeout"])
             case Kind.FAILING:
-                self._judge(message.rank, rank, **message.json())
+                self._judge(number, rank, **message.json())
             case Kind.FINISHED:
                 rank.has_finished = True
+            case Kind.STOPPED:
+                self._stop(number, rank, message.json()["signal"])
+            case Kind.NOTICE:
+                self.ask(Request.by(message.json()["signal"]))
             case Kind.EXIT:
                 rank.is_gone = True
-                self._judge(message.rank, rank, **message.json())
+                self._limits.pop(number, None)
+                self._judge(number, rank, **message.json())
+                self._check_absent()
 
-    def lose(self, rank: int):
+    def lose(self, number: int):
         """A rank's supervisor has closed its connection."""
-        if not self._ranks[rank].is_gone:
-            host = self._ranks[rank].host
-            self.fail(rank, f"rank {rank} on {host} vanished without saying how it ended", 1)
+        if not self._ranks[number].is_gone:
+            place = self.place(number)
+            self.fail(number, f"{place} vanished without saying how it ended", 1)
 
     def fail(self, rank: int | None, reason: str, exit_code: int, traceback: str = ""):
         """Records a failure, if it is the first."""
         if self.failure is None:
             self.failure = Failure(rank, reason, exit_code, traceback)
 
-    def check_join(self):
-        """Fails if the time for all ranks to call `init` is over."""
-        if self.join_deadline is None or time.monotonic() < self.join_deadline:
-            return
-        missing = [rank for rank, state in self._ranks.items() if not state.has_joined]
-        names = ", ".join(f"rank {rank} on {self._ranks[rank].host}" for rank in missing)
-        self.fail(
-            missing[0],
-            f"{names} did not call multimesh.init within {self._join_timeout:g} s of the first "
-            "rank that did. Call it on every rank, or raise MULTIMESH_START_TIMEOUT",
-            1,
-        )
+    def ask(self, request: Request):
+        """The job was asked to end; only the first time counts."""
+        if self.request is None:
+            self.request = request
+            text = f"{self._asked()}; killed after {self.grace:g} s of grace"
+            self._limit(request, self.grace, lambda: self.fail(None, text, request.exit_code))
+
+    def patience(self) -> float | None:
+        """Seconds until `check_limits` has something to do, or None if nobody waits."""
+        if not self._limits:
+            return None
+        return max(0.0, min(end for end, _ in self._limits.values()) - time.monotonic())
+
+    def check_limits(self):
+        """Fails if the time for something is over."""
+        now = time.monotonic()
+        for key, (end, act) in list(self._limits.items()):
+            if now >= end:
+                del self._limits[key]
+                act()
 
     def close(self, mpiexec_code: int):
         """Everything has ended: whatever is not accounted for by now is a failure."""
@@ -107,18 +156,76 @@ class Verdict:
         if unheard:
             code = mpiexec_code if 0 < mpiexec_code < 256 else 1
             self.fail(None, f"mpiexec ended with code {mpiexec_code}; no word of {unheard}", code)
+        elif self.request is not None:
+            rank, traceback = self._traceback or (None, "")
+            text = f"{self._asked()}; all ranks ended in time"
+            self.fail(rank, text, self.request.exit_code, traceback)
+
+    def place(self, number: int) -> str:
+        """A rank and its host, for a message."""
+        return f"rank {number} on {self._ranks[number].host}"
+
+    def stopped(self, number: int) -> str:
+        """By which signal a rank's process is stopped, or ""."""
+        code = self._ranks[number].stop_signal
+        return _signal_name(code) if code else ""
+
+    def _limit(self, key, seconds, act):
+        self._limits[key] = (time.monotonic() + seconds, act)
+
+    def _asked(self):
+        verb = "interrupted" if self.request.kind is Kind.INTERRUPT else "preempted"
+        return f"{verb} by {self.request.signal}"
 
     def _join(self, rank, timeout):
         rank.has_joined = True
         if all(state.has_joined for state in self._ranks.values()):
-            self.join_deadline = None
-        elif self.join_deadline is None:
-            self._join_timeout = timeout
-            self.join_deadline = time.monotonic() + timeout
+            self._limits.pop("join", None)
+        elif "join" not in self._limits:
+            self._limit("join", timeout, lambda: self._miss(timeout))
+        self._check_absent()
 
-    def _judge(self, number, rank, *, code, signal=0, traceback=""):
-        place = f"rank {number} on {rank.host}"
-        if signal:
+    def _miss(self, timeout):
+        missing = [rank for rank, state in self._ranks.items() if not state.has_joined]
+        self.fail(
+            missing[0],
+            f"{', '.join(map(self.place, missing))} did not call multimesh.init within "
+            f"{timeout:g} s of the first rank that did. Call it on every rank, or raise "
+            "MULTIMESH_START_TIMEOUT",
+            1,
+        )
+
+    def _check_absent(self):
+        """Fails if ranks wait in `init` for one that has ended without calling it."""
+        if self.request is None and any(state.has_joined for state in self._ranks.values()):
+            for number, state in self._ranks.items():
+                if state.is_gone and not state.has_joined:
+                    self.fail(
+                        number,
+                        f"{self.place(number)} ended with exit code 0 before it called "
+                        "multimesh.init, where other ranks wait for it",
+                        1,
+                    )
+
+    def _stop(self, number, rank, stop_signal):
+        rank.stop_signal = stop_signal
+        self._limits.pop(number, None)
+        if stop_signal:
+            text = (
+                f"{self.place(number)} was stopped by {self.stopped(number)}, and did not go on "
+                f"within {self.stall_timeout:g} s"
+            )
+            seconds = self.stall_timeout + _RANKS_COME_FIRST
+            self._limit(number, seconds, lambda: self.fail(number, text, 1))
+
+    def _judge(self, number, rank, *, code, signal=0, traceback="", culprit=None):
+        place = self.place(number)
+        if self.request and self._is_as_asked(number, code, signal, traceback):
+            return
+        if culprit is not None and culprit != number:
+            text = f"{self._state(culprit)} while {place} waited for it"
+            self.fail(number, text, code, traceback)
+        elif signal:
             self.fail(
                 number, f"{place} was killed by {_signal_name(signal)}: exit code {code}", code
             )
@@ -126,6 +233,25 @@ class Verdict:
             self.fail(number, f"{place} failed with exit code {code}", code, traceback)
         elif rank.is_python and not rank.has_finished:
             self.fail(number, f"{place} left with exit code 0 before its program had ended", 1)
+
+    def _is_as_asked(self, number, code, number_of_signal, traceback) -> bool:
+        """Whether a rank ends in a way that is no failure of a job that was asked to end."""
+        if self.request.kind is Kind.INTERRUPT:
+            if traceback and self._traceback is None:
+                self._traceback = number, traceback
+            return True
+        if number_of_signal == signal.SIGTERM:
+            # A program that does not care for notices ends by them, and the job with it.
+            self.fail(None, f"stopped by {self.request.signal}", self.request.exit_code)
+        return code == self.request.exit_code
+
+    def _state(self, number):
+        state = self._ranks[number]
+        if state.stop_signal:
+            return f"{self.place(number)} was stopped by {_signal_name(state.stop_signal)}"
+        if state.has_finished or state.is_gone:
+            return f"{self.place(number)} ended with exit code 0"
+        return f"{self.place(number)} did not answer"
 
 
 def _signal_name(number):

@@ -7,12 +7,12 @@ the child is gone, says how it ended. It is a process of its own so that it can 
 happens to the program: after `os._exit`, a segmentation fault or a kill, everything that the
 program and its own children had written is still read to the last byte.
 
-The child ends with its supervisor, and the supervisor with mmrun, so a job leaves nothing behind.
+The child ends with its supervisor, and the supervisor with mmrun; a rank that failed takes along
+whatever it has started. So a job leaves nothing behind.
 """
 
 import argparse
 import contextlib
-import ctypes
 import io
 import os
 import selectors
@@ -23,6 +23,7 @@ import time
 
 from multimesh.launch import wire
 from multimesh.launch.environment import Launcher, detect_launcher
+from multimesh.launch.processes import adopt_orphans, die_with_parent, kill_descendants
 from multimesh.launch.rank.binding import bind_to_cores
 from multimesh.launch.rank.program import run_program
 from multimesh.launch.signals import signal_pipe
@@ -31,8 +32,9 @@ __all__ = ["main"]
 
 # A grandchild may hold the output open after the program is gone; do not wait for it for ever.
 _DRAIN_SECONDS = 0.3
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1
+# What SLURM or a person sends to say that the rank has to end soon.
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+_FORWARDED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
 def main():
@@ -44,6 +46,7 @@ def main():
     if options.bind and launcher.local_rank is not None and launcher.local_size:
         bind_to_cores(launcher.local_rank, launcher.local_size)
     outputs = {wire.Kind.OUTPUT: os.pipe(), wire.Kind.ERRORS: os.pipe()}
+    adopt_orphans()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
@@ -53,6 +56,8 @@ def main():
         alone = launcher.size == 1
         run_program(options.program, safe_path=options.safe_path, alone=alone)
         return
+    with contextlib.suppress(OSError):  # both do it, so that neither has to wait for the other
+        os.setpgid(child, child)
     for _, write_end in outputs.values():
         os.close(write_end)
     readers = {read_end: kind for kind, (read_end, _) in outputs.items()}
@@ -78,9 +83,7 @@ def _parse_arguments():
 def _become_program(outputs, parent):
     """Makes this forked child the program: its own group, its output into the pipes."""
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl could say so
-        os._exit(1)
+    die_with_parent(parent)
     for (read_end, write_end), fd in zip(outputs.values(), (1, 2), strict=True):
         os.dup2(write_end, fd)
         os.close(read_end)
@@ -104,8 +107,10 @@ class Supervisor:
         self._child = child
         self._readers = readers
         self._connection = connection
-        self._signals = signal_pipe((signal.SIGCHLD, *_FORWARDED))
+        self._parser = wire.Parser()
+        self._signals = signal_pipe((signal.SIGCHLD, *_NOTICES, *_FORWARDED))
         self._selector = selectors.DefaultSelector()
+        self._was_noticed = False
         self._is_gone = False
         self._code = 0  # the child's exit code, or 128 + n after signal n
         self._signal = 0
@@ -121,9 +126,9 @@ class Supervisor:
         """
         for source in (*self._readers, self._signals, self._connection.fileno()):
             self._selector.register(source, selectors.EVENT_READ)
-        self._collect_child()  # it may have ended before its signal could be seen
         try:
             self._send(wire.Kind.HELLO, {"host": socket.gethostname(), "is_python": is_python})
+            self._follow_children()  # the program may have ended before its signal could be seen
             while not self._is_gone:
                 self._pump(None)
             # Said before the rest of the output is read: other ranks notice the loss too, and
@@ -135,7 +140,7 @@ class Supervisor:
         except OSError:  # mmrun is gone or has closed the connection: the job is over
             self._code = self._code or 1
         if self._code:
-            self._kill_group()
+            kill_descendants()
         return self._code
 
     def _pump(self, timeout):
@@ -144,34 +149,66 @@ class Supervisor:
 
     def _handle(self, source):
         if source == self._connection.fileno():
-            # mmrun never writes, so this is the end of the connection.
-            raise ConnectionError("mmrun closed the connection")
-        if source == self._signals:
+            self._hear(self._connection.recv(4096))
+        elif source == self._signals:
             for number in os.read(self._signals, 64):
-                if number == signal.SIGCHLD:
-                    self._collect_child()
-                elif not self._is_gone:
-                    os.kill(self._child, number)
-            return
-        data = os.read(source, 65536)
-        if data:
+                self._on_signal(number)
+        elif data := os.read(source, 65536):
             self._send(self._readers[source], data)
         else:
             self._selector.unregister(source)
             del self._readers[source]
 
-    def _collect_child(self):
-        if self._is_gone:
-            return
-        pid, status = os.waitpid(self._child, os.WNOHANG)
-        if pid:
+    def _hear(self, data):
+        if not data:
+            raise ConnectionError("mmrun closed the connection")
+        for message in self._parser.feed(data):
+            if message.kind is wire.Kind.PREEMPT:
+                self._give_notice()
+            elif message.kind is wire.Kind.INTERRUPT:
+                # To its group, as Ctrl-C would come to all that it has started.
+                self._signal_program(os.killpg, signal.SIGINT)
+
+    def _on_signal(self, number):
+        if number == signal.SIGCHLD:
+            self._follow_children()
+        elif number in _NOTICES:
+            self._send(wire.Kind.NOTICE, {"signal": number})
+            self._give_notice()
+        else:
+            self._signal_program(os.kill, number)
+
+    def _give_notice(self):
+        """Tells the program once that it has to end soon, from wherever that is known."""
+        if not self._was_noticed:
+            self._was_noticed = True
+            self._signal_program(os.kill, signal.SIGTERM)
+
+    def _signal_program(self, kill, number):
+        if not self._is_gone:
+            with contextlib.suppress(ProcessLookupError):
+                kill(self._child, number)
+
+    def _follow_children(self):
+        """Notes what has become of the program, and buries the orphans that it has left."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                options = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
+                pid, status = os.waitpid(-1, options)
+                if not pid:
+                    return
+                if pid == self._child:
+                    self._note(status)
+
+    def _note(self, status):
+        if os.WIFSTOPPED(status):
+            self._send(wire.Kind.STOPPED, {"signal": os.WSTOPSIG(status)})
+        elif os.WIFCONTINUED(status):
+            self._send(wire.Kind.STOPPED, {"signal": 0})
+        else:
             self._is_gone = True
             self._signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
             self._code = 128 + self._signal if self._signal else os.WEXITSTATUS(status)
 
     def _send(self, kind, payload):
         wire.send(self._connection, kind, self._rank, payload)
-
-    def _kill_group(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child, signal.SIGKILL)
