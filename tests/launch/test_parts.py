@@ -1,6 +1,4 @@
-"""The launcher's parts that need no process: output, the environment, the verdict."""
-
-import os
+"""The launcher's parts that need no process: the environment, the verdict."""
 
 import pytest
 
@@ -8,7 +6,6 @@ from multimesh.errors import StartupError
 from multimesh.launch import wire
 from multimesh.launch.environment import Launcher, detect_launcher
 from multimesh.launch.mmrun.command import parse_program
-from multimesh.launch.mmrun.console import ERRORS, OUTPUT, Console
 from multimesh.launch.mmrun.library import MPI, find_mpi
 from multimesh.launch.mmrun.verdict import Verdict
 from multimesh.launch.wire import Kind, Message
@@ -123,54 +120,6 @@ def test_messages_survive_any_cut():
         messages += parser.feed(bytes([byte]))
     assert messages[0] == Message(Kind.OUTPUT, 3, b"line\n")
     assert messages[1].json() == {"code": 2, "signal": 0}
-
-
-ERASE = b"\r\x1b[K"
-
-
-@pytest.fixture
-def terminal():
-    """A descriptor to draw on, and a function that reads what was drawn."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(read_end, False)
-    yield write_end, lambda: os.read(read_end, 65536)
-    os.close(read_end)
-    os.close(write_end)
-
-
-def test_a_bar_is_redrawn_below_other_lines(terminal, monkeypatch):
-    fd, drawn = terminal
-    monkeypatch.setattr("multimesh.launch.mmrun.console.ERRORS", fd)
-    console = Console(terminal=fd)
-    console.feed(0, fd, b"\r10 %")
-    assert drawn() == b"[0] 10 %"
-    console.feed(1, fd, b"hello\nand")
-    assert drawn() == ERASE + b"[1] hello\n[0] 10 %"
-    console.feed(0, fd, b"\r20 %")
-    assert drawn() == ERASE + b"[0] 20 %"
-    console.feed(0, fd, b"\r100 %\n")
-    assert drawn() == ERASE + b"[0] 100 %\n"
-
-
-def test_chatter_of_gloo_is_taken_out_of_the_line_that_it_interrupts(capfd):
-    chatter = (
-        b"[Gloo] Rank 0 is connected to 1 peer ranks. "
-        b"Expected number of connected peer ranks is : 1\n"
-    )
-    console = Console()
-    console.feed(0, OUTPUT, b"loss = " + chatter[:30])
-    console.feed(0, OUTPUT, chatter[30:] + b"6.5\n" + chatter)
-    console.finish(0)
-    assert capfd.readouterr().out == "[0] loss = 6.5\n"
-
-
-def test_after_a_failure_only_the_failed_rank_is_heard(capfd):
-    console = Console()
-    console.only_rank = 1
-    console.feed(0, ERRORS, b"connection lost\n")
-    console.feed(1, ERRORS, b"last words")
-    console.finish(1)
-    assert capfd.readouterr().err == "[1] last words\n"
 
 
 def message(kind, rank, **payload):

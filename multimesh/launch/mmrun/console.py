@@ -1,75 +1,105 @@
-"""Writes the output of all ranks to mmrun's own: whole lines, each with its rank in front.
+"""Shows the output of all ranks: whole lines, each with its rank in front.
 
 There is one writer, so lines of different ranks never mix. A line counts as whole at its newline;
 a progress bar, which redraws itself with carriage returns, is kept to its latest state. On a
-terminal, what rank 0 has written since its last newline (its bar, a prompt) is shown at the
-bottom, and is drawn again after any other line that comes in between.
+terminal, what rank 0 has written since its last newline is shown at the bottom (see `screen`).
 """
 
 import os
 import re
-from dataclasses import dataclass, field
 
-__all__ = ["Console"]
+from multimesh.launch.mmrun.chatter import ChatterFilter
+from multimesh.launch.mmrun.logs import Logs
+from multimesh.launch.mmrun.options import Options
+from multimesh.launch.mmrun.screen import ERRORS, LONGEST_ROW, OUTPUT, Screen, rank_environment
 
-# Gloo prints this line for every group of devices, and nothing can turn it off. It may come in
-# the middle of a line of the program's, whose parts then belong together.
-_CHATTER = re.compile(
-    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
-    rb"Expected number of connected peer ranks is : \d+\n"
-)
-_ERASE_LINE = b"\r\x1b[K"
+__all__ = ["ERRORS", "OUTPUT", "Console"]
+
 # A program that never writes a newline must not fill mmrun's memory.
-_LONGEST_LINE = 1 << 20
+_LONGEST_LINE = 1 << 24
+# A bar may erase its old state before it draws the new one, and so would erase its prefix.
+_ERASING = re.compile(rb"(?:\x1b\[(?:[012]?K|\d*A))+")
 
-OUTPUT, ERRORS = 1, 2
 
-
-@dataclass
 class Console:
-    """The one writer to mmrun's output.
+    """Takes the bytes that ranks write and shows them as lines."""
 
-    Attributes:
-      terminal: The descriptor to show rank 0's unfinished line on, or None.
-      only_rank: The one rank whose output is still shown, or None for all.
-    """
+    def __init__(
+        self,
+        screen: Screen | None = None,
+        *,
+        prefix: bool = True,
+        only_rank: int | None = None,
+        logs: Logs | None = None,
+    ):
+        """A console that has heard nothing yet.
 
-    terminal: int | None = None
-    only_rank: int | None = None
-    _pending: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    _shown: bytes = b""  # the unfinished line that is on the terminal now
+        Args:
+          screen: Where to show it; by default standard output and error, as no terminals.
+          prefix: Whether lines have their rank in front.
+          only_rank: The one rank whose output is shown, or None for all.
+          logs: Files that get all lines too, or None.
+        """
+        self._screen = screen or Screen()
+        self._has_prefix = prefix
+        self._only = only_rank  # the user's choice
+        self._heard: int | None = None  # after a failure: the rank whose last words count
+        self._logs = logs
+        self._streams: dict[tuple[int, int], _Stream] = {}
 
     @classmethod
-    def on_standard_output(cls) -> "Console":
-        """A console that shows unfinished lines if standard error is a terminal."""
-        return cls(ERRORS if os.isatty(ERRORS) else None)
+    def from_options(cls, options: Options, size: int) -> "Console":
+        """The console of a job.
+
+        Args:
+          options: mmrun's; read are `prefix`, `only_rank` and `log_dir`.
+          size: The number of ranks.
+
+        Raises:
+          StartupError: If `log_dir` cannot be written.
+        """
+        return cls(
+            Screen.on_standard_output(os.environ),
+            prefix=options.prefix,
+            only_rank=options.only_rank,
+            logs=Logs(options.log_dir, size) if options.log_dir is not None else None,
+        )
+
+    def rank_environment(self, environ: dict[str, str]) -> dict[str, str]:
+        """The variables to add to the ranks' environment: the width and height of a terminal."""
+        width = len(f"[{self._live_rank}] ") if self._has_prefix else 0
+        return rank_environment(self._screen.size, width, environ)
+
+    # What ranks write
 
     def feed(self, rank: int, fd: int, data: bytes):
         """Takes the next bytes that a rank wrote to `OUTPUT` or `ERRORS`."""
-        if self.only_rank not in (None, rank):
-            return
-        text = _CHATTER.sub(b"", self._pending.get((rank, fd), b"") + data)
-        *lines, rest = text.split(b"\n")
-        if len(rest) > _LONGEST_LINE:
-            lines, rest = [*lines, rest], b""
-        # Of a line that redraws itself only the latest state is still of interest.
-        self._pending[rank, fd] = _latest(rest)
-        for line in lines:
-            self._write_line(rank, fd, line)
-        self._refresh()
+        if self._logs or self._is_shown(rank):
+            stream = self._streams.setdefault((rank, fd), _Stream())
+            self._write(rank, fd, stream.feed(data))
 
     def finish(self, rank: int):
         """Writes what a rank left without a newline at its end."""
         for fd in (OUTPUT, ERRORS):
-            rest = self._pending.pop((rank, fd), b"")
-            if rest:
-                self._write_line(rank, fd, rest)
-        self._refresh()
+            if (rank, fd) in self._streams:
+                self._write(rank, fd, self._streams.pop((rank, fd)).finish())
+
+    def hear_only(self, rank: int | None):
+        """Shows from now on, after a failure, only the last words of the rank that failed.
+
+        Args:
+          rank: That rank, or None if no rank has failed: then nothing changes.
+        """
+        if rank is not None:
+            for other in sorted({other for other, _ in self._streams} - {rank}):
+                self.finish(other)
+        self._heard = rank
+
+    # What mmrun says
 
     def show(self, rank: int, text: bytes):
-        """Writes a text of several lines as a rank's errors."""
-        for line in text.rstrip(b"\n").split(b"\n"):
-            self._write_line(rank, ERRORS, line)
+        """Writes a text of several lines as a rank's errors, whatever ranks are shown."""
+        self._show(rank, ERRORS, text.rstrip(b"\n") + b"\n")
 
     def say(self, text: str):
         """Writes a line of mmrun's own."""
@@ -77,32 +107,95 @@ class Console:
 
     def pass_on(self, data: bytes):
         """Writes bytes of mpiexec's or mmrun's own, as they are."""
-        self._write(ERRORS, data)
-        self._refresh()
+        self._screen.write(ERRORS, data, self._live_line())
 
-    def _write_line(self, rank, fd, line):
-        self._write(fd, b"[%d] %s\n" % (rank, _latest(line)))
+    def close(self):
+        """Writes what is left of all ranks, and closes the log files."""
+        for rank in sorted({rank for rank, _ in self._streams}):
+            self.finish(rank)
+        if self._logs:
+            self._logs.close()
 
-    def _write(self, fd, data):
-        self._draw(b"")
-        _write_all(fd, data)
+    # Inside
 
-    def _refresh(self):
-        """Shows what rank 0 has written since its last newline."""
-        unfinished = self._pending.get((0, ERRORS)) or self._pending.get((0, OUTPUT))
-        self._draw(b"[0] " + unfinished if unfinished else b"")
+    @property
+    def _live_rank(self):
+        return self._only or 0
 
-    def _draw(self, text):
-        if self.terminal is not None and text != self._shown:
-            _write_all(self.terminal, (_ERASE_LINE if self._shown else b"") + text)
-            self._shown = text
+    def _is_shown(self, rank):
+        return self._only in (None, rank) and self._heard in (None, rank)
+
+    def _write(self, rank, fd, lines):
+        if self._logs and lines and (problem := self._logs.write(rank, lines)):
+            self.say(f"mmrun: {problem}")
+        if self._is_shown(rank):
+            self._show(rank, fd, lines)
+
+    def _show(self, rank, fd, lines):
+        if lines:
+            prefix = self._prefix(fd, rank)
+            lines = prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
+        self._screen.write(fd, lines, self._live_line())
+
+    def _prefix(self, fd, rank):
+        text = b"[%d]" % rank if self._has_prefix else b""
+        return self._screen.coloured(fd, rank, text) + b" " * bool(text)
+
+    def _live_line(self):
+        """What the rank at the bottom of the terminal has written since its last newline."""
+        if not self._screen.has_live_line or not self._is_shown(self._live_rank):
+            return b""
+        for fd in (ERRORS, OUTPUT):
+            stream = self._streams.get((self._live_rank, fd))
+            if stream and (unfinished := stream.unfinished(LONGEST_ROW)):
+                return self._prefix(ERRORS, self._live_rank) + unfinished
+        return b""
 
 
-def _latest(line: bytes) -> bytes:
-    """What a terminal would show of a line with carriage returns in it."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
+class _Stream:
+    """Turns the bytes of one output of a rank into whole lines."""
+
+    def __init__(self):
+        self._line = bytearray()  # what came since the last newline
+        self._chatter = ChatterFilter()
+
+    def unfinished(self, most: int | None = None) -> bytes:
+        """What a terminal would show of the line that is still being written: `most` bytes."""
+        line = _latest(bytes(self._line[:most])).rstrip(b"\r")
+        return line if line.strip() else b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes the next bytes, and returns the lines that they complete."""
+        lines = b""
+        end = data.rfind(b"\n") + 1
+        if end:
+            text = self._chatter.remove(bytes(self._line) + data[:end])
+            start = text.rfind(b"\n") + 1  # chatter may have cut a line in two
+            lines, self._line = _latest_of_each(text[:start]), bytearray(text[start:])
+        self._line += data[end:]
+        if b"\r" in data:  # what has been drawn over is of no more interest
+            del self._line[: max(0, self._line.rstrip(b"\r").rfind(b"\r"))]
+        if len(self._line) > _LONGEST_LINE:
+            lines += bytes(self._line) + b"\n"
+            self._line.clear()
+        return lines
+
+    def finish(self) -> bytes:
+        """Returns the line that has no newline, with one."""
+        line = self.unfinished()
+        return line + b"\n" if line else b""
 
 
-def _write_all(fd, data):
-    while data:
-        data = data[os.write(fd, data) :]
+def _latest_of_each(lines):
+    if b"\r" not in lines:
+        return lines
+    return b"".join(_latest(line) + b"\n" for line in lines.split(b"\n")[:-1])
+
+
+def _latest(line):
+    """What a terminal shows of a line with carriage returns in it; one at its end is kept."""
+    body = line.rstrip(b"\r")
+    start = body.rfind(b"\r") + 1
+    if start and (erasing := _ERASING.match(body, start)):
+        start = erasing.end()
+    return line[start : len(body) + 1]
