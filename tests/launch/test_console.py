@@ -324,7 +324,7 @@ def test_chatter_is_taken_out_of_the_line_that_it_interrupts(capfd):
     chatter = b"".join(sentence(0, 1))
     console = Console()
     console.feed(0, OUTPUT, b"loss = " + chatter[:30])
-    console.feed(0, OUTPUT, chatter[30:] + b"and 6.5\n" + chatter)
+    console.feed(0, OUTPUT, chatter[30:] + b"6.5\n" + chatter)
     console.finish(0)
     assert capfd.readouterr().out == "[0] loss = 6.5\n"
 
@@ -344,7 +344,9 @@ def test_a_text_about_gloo_is_not_chatter(text):
 
 # Not such as Gloo's own: nobody could tell whose it is.
 user_texts = st.one_of(
-    st.sampled_from([b"loss = ", b"step 3", b"and 6.5\n", b"[Gloo] is loud\n", b"\r50 %", b"Rank 1\n"]),
+    st.sampled_from(
+        [b"loss = ", b"step 3", b"and 6.5\n", b"[Gloo] is loud\n", b"\r50 %", b"Rank 1\n"]
+    ),
     st.binary(min_size=1, max_size=20),
 ).filter(
     lambda text: (
