@@ -1,0 +1,70 @@
+"""Jobs end as promised when one of their ranks goes wrong: the covering set of the fault matrix.
+
+The matrix and the promises are in tests/support/faults; `scripts/fault-matrix` runs all of it.
+"""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.faults import table
+from support.faults.cells import all_cells, covering_set
+from support.faults.contract import PROMISES, broken_promises
+from support.faults.job import run_cell
+from support.faults.launchers import why_unavailable
+from support.faults.limits import LIMITS, excused_promises
+from support.jobs import REPOSITORY
+
+COVERING_SET = covering_set()
+# Many jobs mostly wait for a timeout, so a few at once cost little more than one.
+JOBS_AT_ONCE = 3
+
+
+@pytest.fixture(scope="module")
+def ends(request):
+    """How each cell's job ended, as a function; all selected cells run meanwhile."""
+    selected = [
+        item.callspec.params["cell"]
+        for item in request.session.items
+        if item.path == request.path and "cell" in getattr(item, "fixturenames", ())
+    ]
+    with ThreadPoolExecutor(JOBS_AT_ONCE) as pool:
+        futures = {
+            str(cell): pool.submit(run_cell, cell)
+            for cell in selected
+            if not why_unavailable(cell.launcher)
+        }
+        yield lambda cell: futures[str(cell)].result()
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("cell", COVERING_SET, ids=str)
+def test_the_job_ends_as_promised(cell, ends):
+    reason = why_unavailable(cell.launcher)
+    if reason:
+        pytest.skip(reason)
+    ended = ends(cell)
+    broken = broken_promises(cell, ended)
+    assert not broken.keys() - excused_promises(cell), f"{broken}\n{ended.output}"
+
+
+def pairs(cell):
+    values = (cell.kind.name, cell.moment, cell.place, cell.launcher.name)
+    return set(itertools.combinations(enumerate(values), 2))
+
+
+def test_the_set_is_small_and_brings_every_two_values_together():
+    assert len(COVERING_SET) <= 80
+    possible = set().union(*map(pairs, all_cells()))
+    assert set().union(*map(pairs, COVERING_SET)) == possible
+
+
+def test_every_limit_is_about_some_cell_and_a_promise():
+    for limit in LIMITS:
+        assert any(map(limit.covers, all_cells())), limit.reason
+        assert limit.promises <= PROMISES.keys()
+
+
+def test_the_documented_table_is_up_to_date():
+    page = (REPOSITORY / "docs" / "faults.md").read_text()
+    assert table.text() in page, "put in what scripts/fault-matrix --table prints"

@@ -1,0 +1,188 @@
+"""Runs the job of one cell, and records how it ended and what it left behind."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.faults.cells import Cell
+from support.faults.launchers import command
+from support.jobs import clean_environment
+
+__all__ = ["CLEANUP", "PROMPT", "Ended", "promised_seconds", "run_cell"]
+
+PROGRAM = Path(__file__).parent / "program" / "train.py"
+# All in seconds. A fault that ends something ends the job promptly; of one that is silent a
+# timeout takes notice, and a moment later the job has ended. Then its processes have a moment.
+PROMPT = 10
+NOTICE = 5
+CLEANUP = 5
+STALL_TIMEOUT = 5
+START_TIMEOUT = 15
+# Not measured, but ended all the same: a job whose fault does not strike, or does not end it.
+_STRIKE_LIMIT = 120
+_MARGIN = 10
+
+# By this, a job's processes are known, whatever started them.
+_TAG = "TESTS_FAULT_JOB"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended.
+
+    Attributes:
+      code: The exit code of the launcher, or None if it had to be killed.
+      stdout: What it wrote.
+      stderr: What it wrote.
+      seconds: From the fault to the end, or None if the fault never struck.
+      wall: From the start to the end.
+      left: The processes that were there when the time for cleaning up was over.
+    """
+
+    code: int | None
+    stdout: str
+    stderr: str
+    seconds: float | None
+    wall: float
+    left: tuple[str, ...]
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def promised_seconds(cell: Cell) -> float:
+    """Within how many seconds of the fault the job must end."""
+    if not cell.kind.is_silent:
+        return PROMPT
+    return NOTICE + (START_TIMEOUT if cell.moment == "before-init" else STALL_TIMEOUT)
+
+
+def run_cell(cell: Cell) -> Ended:
+    """Runs one cell's job to its end, and ends it if it does not end by itself."""
+    tag = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        struck = Path(folder) / "struck"
+        started = time.time()
+        with _open(folder, "stdout") as stdout, _open(folder, "stderr") as stderr:
+            process = subprocess.Popen(
+                _command(cell, struck),
+                cwd=folder,
+                env=_environment(tag),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+            )
+            try:
+                code = _wait(process, struck, promised_seconds(cell) + _MARGIN)
+                ended = time.time()
+                left = _wait_for_cleanup(tag) if code is not None else ()
+            finally:
+                _kill(process, tag)
+            return Ended(
+                code,
+                _read(stdout),
+                _read(stderr),
+                seconds=ended - struck.stat().st_mtime if struck.exists() else None,
+                wall=ended - started,
+                left=left,
+            )
+
+
+def _command(cell, struck):
+    options = {
+        "ranks": cell.place.ranks,
+        "kind": cell.kind.name,
+        "rank": cell.place.rank,
+        "moment": cell.moment,
+        "struck": struck,
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return command(cell.launcher, cell.place.ranks, [str(PROGRAM), *words])
+
+
+def _environment(tag):
+    return clean_environment() | {
+        _TAG: tag,
+        "MULTIMESH_STALL_TIMEOUT": str(STALL_TIMEOUT),
+        "MULTIMESH_START_TIMEOUT": str(START_TIMEOUT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        # What mmrun would set for Open MPI in a container; without effect elsewhere.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_btl": "^ofi",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PMIX_MCA_psec": "native",
+    }
+
+
+def _wait(process, struck, limit):
+    """The exit code, or None if the job has not ended so long after the fault."""
+    started = time.time()
+    while True:
+        try:
+            return process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            now = time.time()
+        if struck.exists():
+            if now - struck.stat().st_mtime > limit:
+                return None
+        elif now - started > _STRIKE_LIMIT:
+            return None
+
+
+def _wait_for_cleanup(tag) -> tuple[str, ...]:
+    """The processes that are left when their time is over."""
+    deadline = time.time() + CLEANUP
+    while processes := _processes(tag):
+        if time.time() > deadline:
+            return tuple(f"{pid}: {command}" for pid, command in processes.items())
+        time.sleep(0.1)
+    return ()
+
+
+def _processes(tag) -> dict[int, str]:
+    """The command lines of the job's processes that are alive."""
+    found = {}
+    mark = f"{_TAG}={tag}".encode()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:  # a zombie's environment is empty
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(folder.name)] = words.decode(errors="replace").strip()
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return found
+
+
+def _kill(process, tag):
+    """Ends the launcher, which then may end the rest; and what is left."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(3)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for pid in _processes(tag):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _open(folder, name):
+    return open(Path(folder) / name, "w+b")
+
+
+def _read(file) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

@@ -1,0 +1,196 @@
+"""A small training program, one of whose ranks is hit by a fault.
+
+    mmrun -n 2 python train.py --ranks 2 --kind raise --rank 1 --moment in-step --struck FILE
+
+It runs by itself under any launcher, and knows nothing of the tests. When the fault strikes, it
+makes FILE.
+"""
+
+import argparse
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax  # noqa: F401  # as users do; otherwise init imports it, and the ranks meet later
+import numpy as np
+
+from multimesh import init
+from multimesh.launch.environment import detect_launcher
+
+STEPS = 2
+WIDTH = 2
+FOREVER = 600  # seconds
+
+
+class InjectedFault(Exception):
+    pass
+
+
+def main():
+    options = parse_options()
+    fault = Fault(options)
+    fault.may_strike("before-init")
+    init(cpus=options.ranks)
+    fault.may_strike("before-first-step")
+    step_fn, state = build_step(options.ranks)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            fault.may_strike("between-steps")
+            fault.will_strike_in_step()
+        loss, state = step_fn(state, make_batch(options.ranks))
+        float(loss)
+    fault.may_strike("at-end")
+
+
+class Fault:
+    """What goes wrong, on one rank."""
+
+    def __init__(self, options):
+        self.options = options
+        self.is_mine = detect_launcher().rank == options.rank
+
+    def may_strike(self, moment):
+        if moment != self.options.moment:
+            return
+        if self.is_mine:
+            self._strike()
+        elif self.options.kind == "compile":
+            build_step(self.options.ranks)  # compiling is what all ranks do together
+
+    def will_strike_in_step(self):
+        """Makes the fault strike when this rank sends: between its instructions."""
+        if not self.is_mine or self.options.moment != "in-step":
+            return
+        from multimesh.transport import mpi
+
+        mpi._MpiChannel.send = lambda *_: self._strike()
+
+    def _strike(self):
+        if self.options.kind == "atexit":
+            atexit.register(self._strike_at_exit)
+        else:
+            self._tell()
+            STRIKES[self.options.kind](self.options)
+
+    def _strike_at_exit(self):
+        self._tell()
+        raise InjectedFault("atexit")
+
+    def _tell(self):
+        Path(self.options.struck).touch()
+
+
+def strike_raise(options):
+    raise InjectedFault(options.kind)
+
+
+def strike_segfault(options):
+    ctypes.string_at(0)
+
+
+def strike_receive(options):
+    """Waits for a message that nobody sends."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.recv(source=(options.rank + 1) % options.ranks, tag=1)
+
+
+def strike_thread(options):
+    threading.Thread(target=time.sleep, args=(FOREVER,)).start()
+    raise InjectedFault(options.kind)
+
+
+def strike_import(options):
+    import fails_to_import  # noqa: F401
+
+
+def strike_compile(options):
+    def loss_fn(params, batch):
+        raise InjectedFault(options.kind)
+
+    build_step(options.ranks, loss_fn)
+
+
+def strike_loader(options):
+    def batches():
+        yield make_batch(options.ranks)
+        raise InjectedFault(options.kind)
+
+    for _ in batches():
+        pass
+
+
+# Exit hooks strike later; see Fault.
+STRIKES = {
+    "raise": strike_raise,
+    "exit-3": lambda options: sys.exit(3),
+    "exit-0": lambda options: sys.exit(0),
+    "os-exit-0": lambda options: os._exit(0),
+    "sigkill": lambda options: os.kill(os.getpid(), signal.SIGKILL),
+    "sigsegv": strike_segfault,
+    "sigstop": lambda options: os.kill(os.getpid(), signal.SIGSTOP),
+    "receive": strike_receive,
+    "thread": strike_thread,
+    "import": strike_import,
+    "compile": strike_compile,
+    "loader": strike_loader,
+}
+
+
+def make_batch(rows):
+    return np.ones((rows, WIDTH), np.float32)
+
+
+def build_step(ranks, loss_fn=None):
+    """A pipeline of as many stages as ranks, each of which multiplies by its parameters."""
+    import optax
+    from flax import linen as nn
+
+    from multimesh.jax import Task, TaskMesh, clear_tasks, register_task
+    from multimesh.jax.flax import parallelize_step
+
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("scale", nn.initializers.ones, (WIDTH,))
+
+    class Scales(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for stage in range(ranks):
+                x = Scale(name=f"stage_{stage}")(x)
+            return x.sum()
+
+    def place(name, backprop):
+        return Task(TaskMesh((int(name),), ("x",), (1,)))
+
+    clear_tasks()
+    register_task(r"stage_(\d+)", callback=place)
+    step_fn, state, _ = parallelize_step(
+        Scales(),
+        optax.sgd(0.1),
+        loss_fn=loss_fn,
+        global_batch=make_batch(ranks),
+        num_microbatches=2,
+        reduction="sum",
+    )
+    return step_fn, state
+
+
+def parse_options():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, required=True, help="how many there are")
+    parser.add_argument("--kind", required=True, help="what goes wrong")
+    parser.add_argument("--rank", type=int, required=True, help="on which rank")
+    parser.add_argument("--moment", required=True, help="when")
+    parser.add_argument("--struck", required=True, metavar="FILE", help="made when it strikes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
