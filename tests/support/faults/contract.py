@@ -37,9 +37,9 @@ def shows_its_traceback_once(cell: Cell, ended: Ended) -> str:
     tracebacks -= len(re.findall(_CHAINED, ended.output))
     is_shown = f"InjectedFault: {cell.kind.name}\n" in ended.output
     if cell.kind.has_traceback:
-        return (
-            "" if is_shown and tracebacks == 1 else f"{tracebacks} tracebacks, its own {is_shown}"
-        )
+        if is_shown and tracebacks == 1:
+            return ""
+        return f"{tracebacks} tracebacks, {'' if is_shown else 'not '}with its own"
     # Nothing was raised here; another rank may say that it waited in vain, once.
     may_stall = cell.kind.is_silent or cell.kind.name in _LEAVES_WITH_0
     if tracebacks <= may_stall and ("StallError: " in ended.output or not tracebacks):
