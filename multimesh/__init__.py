@@ -20,8 +20,8 @@ nothing of one another (tests/test_layers.py). Importing this module imports no 
 `init` can still choose the devices.
 """
 
-from multimesh.launch import init
+from multimesh.launch import init, preempted
 
-__all__ = ["__version__", "init"]
+__all__ = ["__version__", "init", "preempted"]
 
 __version__ = "0.1.0"

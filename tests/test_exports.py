@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 PUBLIC = {
-    "multimesh": ["__version__", "init"],
+    "multimesh": ["__version__", "init", "preempted"],
     "multimesh.errors": [
         "BatchError",
         "MultimeshError",

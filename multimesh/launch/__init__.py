@@ -9,6 +9,7 @@
       -> coordinator       brings up jax.distributed over them
       -> failure           an uncaught exception on one rank ends the job
       -> ending            a rank that is done waits for the others
+    preemption             preempted: whether the job was told to end soon
 
     signals                a signal as something that select can wait for
 
@@ -16,6 +17,7 @@ A rank also works without mmrun: under bare `mpirun` only the `startup` part exi
 imports JAX or MPI before `init` is called.
 """
 
+from multimesh.launch.preemption import preempted
 from multimesh.launch.startup import init, require_init
 
-__all__ = ["init", "require_init"]
+__all__ = ["init", "preempted", "require_init"]

@@ -14,6 +14,7 @@ import jax
 
 from multimesh import _compat
 from multimesh.errors import StartupError
+from multimesh.launch import preemption
 from multimesh.launch.addresses import LOOPBACK
 from multimesh.launch.places import Place, check_routes, meeting_address
 
@@ -102,6 +103,7 @@ def _initialize(address, size, rank, timeout):
         coordinator_bind_address=place,
         initialization_timeout=max(1, int(timeout)),
     )
+    preemption.release_sigterm()
 
 
 def _reserve_port(host):

@@ -133,7 +133,7 @@ class Verdict:
         """The job was asked to end; only the first time counts."""
         if self.request is None:
             self.request = request
-            text = f"{self._asked()}; killed after {self.grace:g} s of grace"
+            text = f"{_asked(request)}; killed after {self.grace:g} s of grace"
             self._limit(request, self.grace, lambda: self.fail(None, text, request.exit_code))
 
     def patience(self) -> float | None:
@@ -158,7 +158,7 @@ class Verdict:
             self.fail(None, f"mpiexec ended with code {mpiexec_code}; no word of {unheard}", code)
         elif self.request is not None:
             rank, traceback = self._traceback or (None, "")
-            text = f"{self._asked()}; all ranks ended in time"
+            text = f"{_asked(self.request)}; all ranks ended in time"
             self.fail(rank, text, self.request.exit_code, traceback)
 
     def place(self, number: int) -> str:
@@ -172,10 +172,6 @@ class Verdict:
 
     def _limit(self, key, seconds, act):
         self._limits[key] = (time.monotonic() + seconds, act)
-
-    def _asked(self):
-        verb = "interrupted" if self.request.kind is Kind.INTERRUPT else "preempted"
-        return f"{verb} by {self.request.signal}"
 
     def _join(self, rank, timeout):
         rank.has_joined = True
@@ -220,7 +216,7 @@ class Verdict:
 
     def _judge(self, number, rank, *, code, signal=0, traceback="", culprit=None):
         place = self.place(number)
-        if self.request and self._is_as_asked(number, code, signal, traceback):
+        if self.request and self._is_as_asked(self.request, number, code, signal, traceback):
             return
         if culprit is not None and culprit != number:
             text = f"{self._state(culprit)} while {place} waited for it"
@@ -234,16 +230,16 @@ class Verdict:
         elif rank.is_python and not rank.has_finished:
             self.fail(number, f"{place} left with exit code 0 before its program had ended", 1)
 
-    def _is_as_asked(self, number, code, number_of_signal, traceback) -> bool:
+    def _is_as_asked(self, request, number, code, number_of_signal, traceback) -> bool:
         """Whether a rank ends in a way that is no failure of a job that was asked to end."""
-        if self.request.kind is Kind.INTERRUPT:
+        if request.kind is Kind.INTERRUPT:
             if traceback and self._traceback is None:
                 self._traceback = number, traceback
             return True
         if number_of_signal == signal.SIGTERM:
             # A program that does not care for notices ends by them, and the job with it.
-            self.fail(None, f"stopped by {self.request.signal}", self.request.exit_code)
-        return code == self.request.exit_code
+            self.fail(None, f"stopped by {request.signal}", request.exit_code)
+        return code == request.exit_code
 
     def _state(self, number):
         state = self._ranks[number]
@@ -252,6 +248,11 @@ class Verdict:
         if state.has_finished or state.is_gone:
             return f"{self.place(number)} ended with exit code 0"
         return f"{self.place(number)} did not answer"
+
+
+def _asked(request):
+    verb = "interrupted" if request.kind is Kind.INTERRUPT else "preempted"
+    return f"{verb} by {request.signal}"
 
 
 def _signal_name(number):
