@@ -1,11 +1,12 @@
 """Starts real jobs from a process that has no MPI, each with a time limit."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,13 @@ def write(tmp_path):
 
 @pytest.fixture
 def mmrun(tmp_path):
-    """Runs `mmrun -n RANKS WORDS...` from a checkout."""
+    """Runs `mmrun -n RANKS WORDS...` from a checkout; its line on what it chose is taken off."""
 
     def mmrun(ranks, *words, **variables):
         command = [sys.executable, REPOSITORY / "scripts" / "mmrun", "-n", ranks, *words]
-        return run_command(command, tmp_path, **variables)
+        ended = run_command(command, tmp_path, **variables)
+        choice = re.match(r"mmrun: \d+ ranks? by mpiexec of .* on this host \(.*\)\n", ended.stderr)
+        return replace(ended, stderr=ended.stderr[choice.end() :]) if choice else ended
 
     return mmrun
 

