@@ -109,8 +109,8 @@ def _run(command):
         return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
     except subprocess.TimeoutExpired as exc:
         raise StartupError(
-            f"{shlex.join(command[:1])} did not answer within {_ANSWER_SECONDS} s. A broken MPI, or "
-            "a file system that does not answer, is the usual reason; `mmrun --doctor` looks."
+            f"{shlex.join(command[:1])} did not answer within {_ANSWER_SECONDS} s. A broken MPI or "
+            "a file system that hangs is the usual reason; `mmrun --doctor` looks."
         ) from exc
 
 
