@@ -41,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
       The exit code: that of the first rank that failed, or 0.
     """
     options = parse_options(arguments)
+    if options.doctor:
+        from multimesh.launch.mmrun.doctor import run_doctor  # no other command needs it
+
+        return run_doctor(options, os.environ)
     try:
         program = parse_program(options.program)
         environ = _rank_environment(options)
