@@ -12,7 +12,8 @@ How a step flows through the package, in the order in which the parts import one
     executor                       runs them
     fingerprint                    compares the plans of all ranks
     batch, state, results          what enters and leaves a step
-    step                           a planned, compiled, callable step
+    source                         what a step computes: traced, cut and planned
+    step, steps                    a compiled, callable step; one for each shape of batch
     jax                            the public API: multimesh.jax, multimesh.jax.flax
 
 A module imports only from those named before its own; stages, schedule and transport import

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from jax._src import core as internal_core
 from jax.extend import core
 
@@ -93,7 +94,14 @@ def without_mesh(eqn: core.JaxprEqn) -> core.JaxprEqn:
     """Returns an equation that no longer remembers the abstract mesh it was traced under.
 
     The body of a loop enters the mesh that its equations remember, which has other sizes than the
-    task's. A new equation remembers the present context; call this outside of any mesh.
+    task's; and a literal that is an array remembers it too. A new equation remembers the present
+    context; call this outside of any mesh.
     """
     present = internal_core.new_jaxpr_eqn([], [], eqn.primitive, {}, eqn.effects)
-    return eqn.replace(ctx=present.ctx)
+    invars = [
+        core.Literal(np.asarray(atom.val), atom.aval)
+        if isinstance(atom, core.Literal) and hasattr(atom.val, "dtype")
+        else atom
+        for atom in eqn.invars
+    ]
+    return eqn.replace(ctx=present.ctx, invars=invars)

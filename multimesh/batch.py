@@ -7,14 +7,16 @@ between ranks during a step: each leaf is placed on every submesh that reads it.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
+from jax.sharding import NamedSharding
 
 from multimesh.errors import BatchError, RankMismatchError, UsageError
+from multimesh.plan import Plan
 from multimesh.stages.cut import CutStep
 from multimesh.stages.shardings import Submesh, resolve_spec
 from multimesh.transport import Group
@@ -73,34 +75,58 @@ class BatchSpec:
             leaves[0].shape[0],
         )
 
-    def flatten(self, batch: Any) -> list[np.ndarray]:
-        """Checks a batch against the structure.
-
-        Returns:
-          Its leaves as host arrays of the expected dtypes.
+    def like(self, batch: Any) -> "BatchSpec":
+        """Reads the structure of another batch, which may have other shapes than this one.
 
         Raises:
-          BatchError: The tree, a shape or a dtype differs; the message names the leaf.
+          BatchError: The tree, the number of dimensions or a dtype differs, or the leaves differ
+            in rows; the message names the leaf.
         """
         leaves, tree = jax.tree.flatten(batch)
         if tree != self.tree:
             raise BatchError(
                 f"The batch must have the tree of the example batch, {self.tree}. Got {tree}."
             )
-        arrays = [host_array(leaf, name) for leaf, name in zip(leaves, self.names, strict=True)]
-        for name, array, shape, dtype in zip(
-            self.names, arrays, self.shapes, self.dtypes, strict=True
+        shapes = []
+        for leaf, name, shape, dtype in zip(
+            leaves, self.names, self.shapes, self.dtypes, strict=True
         ):
-            got = jax.dtypes.canonicalize_dtype(array.dtype)
-            if array.shape != shape or got != dtype:
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                leaf = host_array(leaf, name)
+            got = _dtype(leaf)
+            if len(leaf.shape) != len(shape) or got != dtype:
                 raise BatchError(
-                    f"{name} must be {dtype}{list(shape)}, as in the example batch. "
-                    f"Got {got}{list(array.shape)}."
+                    f"{name} must be {dtype} with {len(shape)} dimensions, as in the example "
+                    f"batch. Got {got}{list(leaf.shape)}."
                 )
+            shapes.append(tuple(leaf.shape))
+        rows = {shape[0] for shape in shapes}
+        if len(rows) > 1 or 0 in rows:
+            counts = dict(zip(self.names, (shape[0] for shape in shapes), strict=True))
+            raise BatchError(
+                "Every leaf of a batch must have the same number of rows (dimension 0), at least "
+                f"one. Got {counts}."
+            )
+        return replace(self, shapes=tuple(shapes), rows=shapes[0][0])
+
+    def flatten(self, batch: Any) -> list[np.ndarray]:
+        """Returns the leaves of a batch of this structure as host arrays of its dtypes.
+
+        Raises:
+          BatchError: A leaf is no array of numbers, or lies on other processes.
+        """
         return [
-            array.astype(dtype, copy=False)
-            for array, dtype in zip(arrays, self.dtypes, strict=True)
+            host_array(leaf, name).astype(dtype, copy=False)
+            for leaf, name, dtype in zip(
+                jax.tree.leaves(batch), self.names, self.dtypes, strict=True
+            )
         ]
+
+
+def _dtype(leaf: Any) -> Any:
+    """An array's dtype as JAX canonicalises it; a torch tensor's own dtype has no meaning to it."""
+    dtype = leaf.dtype if isinstance(leaf, np.ndarray | jax.Array) else np.asarray(leaf).dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def host_array(leaf: Any, name: str) -> np.ndarray:
@@ -202,65 +228,96 @@ class PlacedBatch:
         return f"PlacedBatch({len(self.arrays)} arrays)"
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A slice of the batch that a submesh reads of one microbatch.
+
+    Attributes:
+      key: The value in the plan, the submesh and the microbatch.
+      leaf: Which leaf of the batch.
+      rows: The part of each share that the microbatch holds.
+      shape: The global shape of the slice.
+      sharding: How it lies on the submesh.
+      indices: For each device of this rank the part of the slice that it gets.
+    """
+
+    key: tuple[core.Var, int, int]
+    leaf: int
+    rows: slice
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+    indices: Sequence[tuple[jax.Device, Any]]
+
+
 class Placer:
     """Places batches for one step."""
 
-    def __init__(self, cut: CutStep, first: int, spec: BatchSpec, shares: Shares, group: Group):
+    def __init__(self, plan: Plan, first: int, spec: BatchSpec, shares: Shares, group: Group):
         """Finds out which rows each local device needs.
 
         Args:
-          cut: The cut step.
+          plan: The plan.
           first: The position of the first batch leaf among the step's arguments.
           spec: The structure of what each rank gives.
           shares: How the rows are divided over ranks.
           group: The control plane.
         """
-        self.cut = cut
+        self.plan = plan
         self.spec = spec
         self.shares = shares
         self.group = group
         self.share = shares.of_rank[group.rank]
-        self.microbatches = cut.step.microbatches
-        self.local_rows = spec.rows // self.microbatches
         self.checked = False
-        self.leaf_of = {
-            entry.inner: cut.step.arguments.index(entry.whole) - first for entry in cut.step.slices
-        }
-        self.reads = self._reads()
+        step = plan.cut.step
+        leaf_of = {entry.inner: step.arguments.index(entry.whole) - first for entry in step.slices}
         # Decided from the plan, so that every rank exchanges shares or none does.
-        self.exchanges = shares.count > 1 and any(
-            self._foreign(var, submesh, device)
-            for var, submesh in self._all_reads()
-            for device in cut.submeshes[submesh].mesh.devices.flat
-        )
+        self.exchanges = False
+        self.reads: list[_Read] = []
+        numbers: list[_Read] = []
+        for var, submesh in self._all_reads(leaf_of):
+            for microbatch in range(step.microbatches):
+                read = self._read(var, submesh, microbatch, leaf_of[var])
+                if read.leaf < len(spec.shapes):
+                    self.reads.append(read)
+                else:
+                    numbers.append(read)
+        self.reads = [read for read in self.reads if read.indices]
+        self.numbers = self._place_numbers([read for read in numbers if read.indices])
 
-    def _all_reads(self) -> list[tuple[core.Var, int]]:
+    def _all_reads(self, leaf_of) -> list[tuple[core.Var, int]]:
         return list(
             dict.fromkeys(
                 (var, task.submesh)
-                for task in self.cut.tasks
+                for task in self.plan.tasks
                 for var in task.inputs
-                if var in self.leaf_of
+                if var in leaf_of
             )
         )
 
-    def _reads(self) -> list[tuple]:
-        """(variable, submesh, sharding, [(local device, index into the microbatch)])."""
-        found = []
-        for var, submesh in self._all_reads():
-            sharding = self.cut.shardings.of(var, submesh)
-            indices = sharding.addressable_devices_indices_map(var.aval.shape)
-            if indices:
-                found.append((var, submesh, sharding, list(indices.items())))
-        return found
+    def _read(self, var: core.Var, submesh: int, microbatch: int, leaf: int) -> _Read:
+        sizes = self.plan.sizes
+        variant = self.plan.variants[self.plan.variant_of(microbatch)]
+        twin = variant.twins.get(var, var)
+        sharding, shape = variant.cut.shardings.of(twin, submesh), twin.aval.shape
+        if self.shares.count > 1 and leaf < len(self.spec.shapes):
+            for device, index in sharding.devices_indices_map(shape).items():
+                share = self.shares.of_rank[device.process_index]
+                start, stop, _ = index[0].indices(shape[0])
+                mine = sizes[microbatch] * share, sizes[microbatch] * (share + 1)
+                self.exchanges |= start < mine[0] or stop > mine[1]
+        start = sum(sizes[:microbatch])
+        rows = slice(start, start + sizes[microbatch])
+        indices = list(sharding.addressable_devices_indices_map(shape).items())
+        return _Read((var, submesh, microbatch), leaf, rows, shape, sharding, indices)
 
-    def _foreign(self, var: core.Var, submesh: int, device: jax.Device) -> bool:
-        """Whether a device needs rows that another share holds."""
-        sharding = self.cut.shardings.of(var, submesh)
-        index = sharding.devices_indices_map(var.aval.shape)[device]
-        start, stop, _ = index[0].indices(var.aval.shape[0])
-        share = self.shares.of_rank[device.process_index]
-        return start < share * self.local_rows or stop > (share + 1) * self.local_rows
+    def _place_numbers(self, reads: list[_Read]) -> dict:
+        """The numbers of the microbatches, which are the same for every batch."""
+        placed = {}
+        for read in reads:
+            number = np.asarray(read.key[2], np.int32)
+            parts = [jax.device_put(number, device) for device, _ in read.indices]
+            placed[read.key] = jax.make_array_from_single_device_arrays((), read.sharding, parts)
+        return placed
 
     def place(self, batch: Any) -> PlacedBatch:
         """Copies a host batch to the devices of this rank.
@@ -277,30 +334,24 @@ class Placer:
             self._compare(leaves)
             self.checked = True
         shares = self._gather(leaves)
-        pieces, devices, whole = [], [], []
-        for var, submesh, sharding, indices in self.reads:
-            for microbatch in range(self.microbatches):
-                rows = self._rows(shares, self.leaf_of[var], microbatch)
-                for device, index in indices:
-                    pieces.append(np.array(rows[index]))
-                    devices.append(device)
-                whole.append(((var, submesh, microbatch), sharding, var, len(indices)))
+        pieces, devices = [], []
+        for read in self.reads:
+            # A slice of each share, in order.
+            slices = [share[read.leaf][read.rows] for share in shares]
+            rows = slices[0] if len(slices) == 1 else np.concatenate(slices)
+            for device, index in read.indices:
+                pieces.append(np.array(rows[index]))
+                devices.append(device)
         # The pieces are copies: the caller may reuse its memory at once, and a CPU device, which
         # uses aligned host memory in place whatever device_put is told, may keep them.
         placed = iter(jax.device_put(pieces, devices))
         arrays = {
-            key: jax.make_array_from_single_device_arrays(
-                var.aval.shape, sharding, [next(placed) for _ in range(count)]
+            read.key: jax.make_array_from_single_device_arrays(
+                read.shape, read.sharding, [next(placed) for _ in read.indices]
             )
-            for key, sharding, var, count in whole
+            for read in self.reads
         }
-        return PlacedBatch(arrays, self)
-
-    def _rows(self, shares: Sequence[list[np.ndarray]], leaf: int, microbatch: int) -> np.ndarray:
-        """The rows of one microbatch: a slice of each share, in order."""
-        part = slice(microbatch * self.local_rows, (microbatch + 1) * self.local_rows)
-        slices = [share[leaf][part] for share in shares]
-        return slices[0] if len(slices) == 1 else np.concatenate(slices)
+        return PlacedBatch(arrays | self.numbers, self)
 
     def _gather(self, leaves: list[np.ndarray]) -> list[list[np.ndarray]]:
         if self.shares.count == 1:

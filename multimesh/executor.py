@@ -5,7 +5,7 @@ which channel, which slots) is bound into closures when the executor is made.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,8 +28,8 @@ class Executor:
         self,
         plan: Plan,
         program: RankProgram,
-        compiled: Mapping[int, Program],
-        channels: Sequence[Channel],
+        compiled: Mapping[tuple[int, int], Program],
+        channels: Mapping[tuple[int, int], Channel],
         transport: Transport,
     ):
         """Binds instructions to executables and channels.
@@ -37,8 +37,8 @@ class Executor:
         Args:
           plan: What is run, for messages.
           program: The rank's instructions.
-          compiled: The compiled tasks of this rank, by task index.
-          channels: One for each bundle of the plan.
+          compiled: The compiled tasks of this rank, by task index and variant of the plan.
+          channels: The channels, by bundle index and variant of the plan.
           transport: What the channels belong to.
         """
         self.plan = plan
@@ -98,9 +98,10 @@ class Executor:
         return f"{instruction.op} {where}, microbatch {instruction.microbatch}"
 
     def _bind(self, instruction: Instruction) -> Callable[[Store], None]:
+        key = instruction.index, self.plan.variant_of(instruction.microbatch)
         if instruction.op == Op.RUN:
-            return _run(self.compiled[instruction.index].call, instruction)
-        channel = self.channels[instruction.index]
+            return _run(self.compiled[key].call, instruction)
+        channel = self.channels[key]
         bind = {Op.POST: _post, Op.SEND: _send, Op.TAKE: _take}[instruction.op]
         return bind(channel, instruction)
 

@@ -6,7 +6,7 @@ A value of the loop exists once for each microbatch: an *instance* is a value an
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from multimesh.schedule import (
 )
 from multimesh.stages.cut import CutStep
 from multimesh.stages.partition import TaskSpec
+from multimesh.stages.variants import Variant
 
 __all__ = ["Bundle", "Flow", "Instance", "Plan", "make_plan"]
 
@@ -72,6 +73,8 @@ class Plan:
       schedule: The order of actions on each submesh, in text form.
       timeline: What the simulation predicts; its total order is the order of the step.
       bundles: What crosses submeshes.
+      sizes: The rows of each microbatch in one share.
+      variants: The cut for each size; the first is `cut` itself.
     """
 
     cut: CutStep
@@ -79,11 +82,17 @@ class Plan:
     schedule: str
     timeline: Timeline
     bundles: tuple[Bundle, ...]
+    sizes: tuple[int, ...]
+    variants: tuple[Variant, ...]
 
     @property
     def tasks(self) -> tuple[TaskSpec, ...]:
         """The tasks of the step."""
         return self.cut.tasks
+
+    def variant_of(self, microbatch: int) -> int:
+        """The position in `variants` of what a microbatch runs."""
+        return int(self.sizes[microbatch] != self.sizes[0])
 
     def predict(self, seconds: Mapping[str, float]) -> Timeline:
         """Simulates the schedule with measured task times and messages that take no time.
@@ -103,12 +112,19 @@ class Plan:
         return "arguments" if bundle.task is None else self.tasks[bundle.task].section
 
 
-def make_plan(cut: CutStep, schedule: str = "1f1b") -> Plan:
+def make_plan(
+    cut: CutStep,
+    schedule: str = "1f1b",
+    sizes: Sequence[int] | None = None,
+    variants: Sequence[Variant] = (),
+) -> Plan:
     """Schedules a cut step and finds what crosses submeshes.
 
     Args:
       cut: The step.
       schedule: Name of a schedule builder.
+      sizes: The rows of each microbatch in one share; by default one each.
+      variants: The cuts for microbatches of other sizes than the first.
 
     Returns:
       The plan, checked by simulation.
@@ -121,7 +137,9 @@ def make_plan(cut: CutStep, schedule: str = "1f1b") -> Plan:
     order = build(graph, schedule)
     timeline = validate(graph, order)
     bundles = _bundles(cut, flow)
-    return Plan(cut, graph, format_schedule(graph, order), timeline, bundles)
+    sizes = tuple(sizes or (1,) * cut.step.microbatches)
+    everything = (Variant(cut, sizes[0], {}), *variants)
+    return Plan(cut, graph, format_schedule(graph, order), timeline, bundles, sizes, everything)
 
 
 class Flow:

@@ -84,10 +84,12 @@ class Results:
             instance = self.flow.instance(inner, microbatch)
             submesh = min(self.flow.places(instance.var))
             slot = self.slots.get((instance, submesh))
-            sharding = self.plan.cut.shardings.of(instance.var, submesh)
             absent = None
             if slot is None:
-                absent = without_shards(inner.aval.shape, inner.aval.dtype, sharding)
+                variant = self.plan.variants[self.plan.variant_of(microbatch)]
+                var = variant.twins.get(instance.var, instance.var)
+                sharding = variant.cut.shardings.of(var, submesh)
+                absent = without_shards(var.aval.shape, var.aval.dtype, sharding)
             found.append((slot, absent))
         return lambda store, leaves: [
             absent if slot is None else store[slot] for slot, absent in found

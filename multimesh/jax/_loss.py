@@ -41,14 +41,15 @@ def is_weighted(value: Any) -> bool:
     return isinstance(value, Weighted)
 
 
-def as_parts(value: Any, name: str, reduction: str | None, microbatches: int) -> Parts:
+def as_parts(value: Any, name: str, reduction: str | None, portions: float) -> Parts:
     """Takes a loss or metric of one microbatch apart.
 
     Args:
       value: A scalar or a `Weighted`.
       name: What it is, for errors.
       reduction: "mean", "sum" or None: what a scalar is over its rows.
-      microbatches: How many microbatches of equally many rows there are.
+      portions: The rows of the batch by the rows of the microbatch: with equal microbatches, their
+        number.
 
     Returns:
       The parts, which are added up over microbatches.
@@ -61,17 +62,16 @@ def as_parts(value: Any, name: str, reduction: str | None, microbatches: int) ->
         total, weight = _scalar(value.sum, f"{name}.sum"), _scalar(value.weight, f"{name}.weight")
         return Parts(total, weight.astype(jnp.promote_types(weight.dtype, jnp.float32)))
     value = _scalar(value, name)
-    if microbatches == 1 or reduction == "sum":
+    if portions == 1 or reduction == "sum":
         return Parts(value, None)
     if reduction is None:
         raise UsageError(
-            f"With num_microbatches={microbatches}, a scalar does not say how to combine the "
-            f"microbatches. The {name} is one: give reduction='mean' or reduction='sum', or return "
+            "With several microbatches, a scalar does not say how to combine them. "
+            f"The {name} is one: give reduction='mean' or reduction='sum', or return "
             "multimesh.jax.Weighted(sum, weight)."
         )
-    # Equally many rows: the mean of the batch is the mean of the means, exactly scaled here so
-    # that gradients need no pass of their own.
-    return Parts(value / microbatches, None)
+    # Its part of the mean over all rows: scaled here, gradients need no pass of their own.
+    return Parts(value / portions, None)
 
 
 def _scalar(value: Any, name: str) -> jax.Array:
@@ -86,6 +86,8 @@ def _scalar(value: Any, name: str) -> jax.Array:
         raise UsageError(f"{expected}Got {type(value).__name__}.") from exc
     if value.shape != ():
         raise UsageError(f"{expected}Got shape {value.shape}: take the mean or the sum over it.")
+    if jnp.issubdtype(value.dtype, jnp.floating):  # sums of many in less would lose the last ones
+        value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
     return value
 
 

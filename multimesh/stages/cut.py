@@ -123,6 +123,7 @@ def cut(
         submeshes,
         argument_names=dict(zip(step.arguments, signature.names, strict=True)),
         same_as={step.arguments[a]: step.arguments[b] for a, b in signature.companions.items()},
+        replaced=replaced,
         fixed=fixed,
         rows=signature.rows,
         batch_axis=signature.batch_axis,

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from multimesh._compat import equation_scope_text, jaxprs_in_params, new_variable
@@ -164,8 +165,7 @@ class _Opener:
         """Emits a jaxpr's equations with `args` for its inputs; returns its outputs."""
         env = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = new_variable(var.aval)
-            self.step.constants[env[var]] = value
+            env[var] = self.constant(value, var.aval, scope, out)
 
         def read(atom):
             return atom if is_literal(atom) else env[atom]
@@ -174,6 +174,19 @@ class _Opener:
             results = self.equation(eqn, [read(atom) for atom in eqn.invars], scope, out)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def constant(self, value, aval, scope: Scope, out: list[Node]) -> Atom:
+        """Gives a closed-over array a variable, as host memory: an array knows the trace's mesh."""
+        if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            var = new_variable(aval)
+            self.step.constants[var] = np.asarray(value)
+            return var
+        impl, data = jax.random.key_impl(value), np.asarray(jax.random.key_data(value))
+        var = new_variable(jax.core.ShapedArray(data.shape, data.dtype))
+        self.step.constants[var] = data
+        return self.traced(
+            lambda data: jax.random.wrap_key_data(data, impl=impl), [var], scope, out
+        )
 
     def equation(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
         here = scope + parse_scope(equation_scope_text(eqn))

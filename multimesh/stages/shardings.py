@@ -96,6 +96,7 @@ class Shardings:
         *,
         argument_names: dict[core.Var, str],
         same_as: dict[core.Var, core.Var],
+        replaced: dict[core.Var, core.Var],
         fixed: dict[core.Var, NamedSharding],
         rows: int,
         batch_axis: str,
@@ -107,6 +108,7 @@ class Shardings:
           submeshes: All submeshes.
           argument_names: Names of arguments for errors.
           same_as: State that lies as another argument does: optimizer state as its parameter.
+          replaced: State argument -> the value that takes its place, and lies as it does.
           fixed: The shardings of arguments that exist already.
           rows: The rows of one microbatch, over all shares.
           batch_axis: The logical name of the batch dimension.
@@ -131,6 +133,7 @@ class Shardings:
         self.sliced = {entry.inner for entry in step.slices}
         self.in_loop = {var for node in step.loop for var in node.outputs} | self.sliced
         self.arguments = set(step.arguments)
+        self.successor_of = {new: old for old, new in replaced.items() if new not in self.arguments}
 
     def _from_equations(self) -> None:
         produced: dict[core.Var, Constraint] = {}
@@ -174,6 +177,7 @@ class Shardings:
         Raises:
           RegistryError: A state argument's dimension does not divide by the devices of its axis.
         """
+        var = self.successor_of.get(var, var)
         place = self.submeshes[submesh]
         if var in self.fixed and self.fixed[var].mesh == place.mesh:
             return self.fixed[var]

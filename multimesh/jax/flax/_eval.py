@@ -1,5 +1,6 @@
 """`parallelize_eval`: a forward-only pass on the state of a training step."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
+from multimesh.batch import BatchSpec
 from multimesh.errors import UsageError
 from multimesh.jax._fetch import fetch
-from multimesh.jax._loop import sum_over_microbatches
+from multimesh.jax._loop import loop_over_microbatches
 from multimesh.jax._loss import as_parts, finish, is_weighted
 from multimesh.jax.flax._options import (
     batch_spec,
@@ -19,7 +21,9 @@ from multimesh.jax.flax._options import (
     compare_requests,
     make_context,
 )
-from multimesh.step import Step, StepSource, build_step
+from multimesh.source import StepSource
+from multimesh.step import Step, build_step
+from multimesh.steps import Steps
 
 __all__ = ["EvalFunction", "parallelize_eval"]
 
@@ -28,51 +32,60 @@ class EvalFunction:
     """A compiled forward pass: `eval_fn(state, batch) -> outputs`.
 
     Attributes:
-      plan: The tasks, their schedule and what crosses submeshes.
-      compile_count: How many programs this rank compiled for the pass.
+      plan: The tasks, their schedule and what crosses submeshes, for the example batch.
       share: Which share of the rows this rank gives, from 0.
       num_shares: How many shares there are.
     """
 
-    def __init__(self, step: Step, output_tree: Any, to: int | str):
-        self._step = step
-        self._output_tree = output_tree
+    def __init__(self, steps: Steps, trees: dict[str, Any], to: int | str):
+        self._steps = steps
+        self._trees = trees
         self._to = to
-        self.plan = step.plan
-        self.compile_count = step.compile_count
-        self.share = step.placer.share
-        self.num_shares = step.shares.count
+        self.plan = steps.first.plan
+        self.share = steps.first.placer.share
+        self.num_shares = steps.first.shares.count
+
+    @property
+    def compile_count(self) -> int:
+        """How many programs this rank compiled for the pass, for all shapes of batch so far."""
+        return self._steps.compile_count
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         """Runs the pass. Collective; the state is only read.
 
         Args:
           state: A state of the training step.
-          batch: A host batch with the shapes of the example.
+          batch: A host batch in the tree of the example. A new shape is planned and compiled once.
 
         Returns:
           The outputs: arrays of rows in the order of the input, as NumPy arrays; what was
           `Weighted` or a scalar as one number. None on ranks that get nothing.
 
         Raises:
-          BatchError: The batch has another tree, shape or dtype than the example.
+          BatchError: The batch has another tree or dtype than the example.
           StallError: Another rank did not send in time.
         """
-        outputs, _ = self._step(state.params, batch)
+        step = self._steps.of(batch)
+        outputs, _ = step(_variables(state), batch)
         fetched = fetch(outputs, self._to)
         if fetched is None:
             return None
         summed, rows = fetched
         values = {index: value[()] for index, value in summed.items()}
-        values |= {index: self._in_order(parts) for index, parts in rows.items()}
-        return jax.tree.unflatten(self._output_tree, [values[i] for i in sorted(values)])
+        values |= {index: _in_order(parts, step.shares.count) for index, parts in rows.items()}
+        return jax.tree.unflatten(self._trees["tree"], [values[i] for i in sorted(values)])
 
-    def _in_order(self, microbatches: list[np.ndarray]) -> np.ndarray:
-        """Rows of `(microbatch, share, row)` to the order of the shares, one after another."""
-        stacked = np.stack(microbatches)
-        count, rows, *rest = stacked.shape
-        split = stacked.reshape(count, self.num_shares, rows // self.num_shares, *rest)
-        return np.moveaxis(split, 1, 0).reshape(count * rows, *rest)
+
+def _in_order(microbatches: list[np.ndarray], shares: int) -> np.ndarray:
+    """Rows of `(microbatch, share, row)` to the order of the shares, one after another."""
+    parts = [np.split(rows, shares) for rows in microbatches]
+    return np.concatenate([part[share] for share in range(shares) for part in parts])
+
+
+def _variables(state: TrainState) -> Any:
+    """What a model's `apply` takes: the parameters, with the mutable collections as they are."""
+    collections = getattr(state, "collections", None)
+    return {**state.params, **collections} if collections else state.params
 
 
 def parallelize_eval(
@@ -128,25 +141,26 @@ def parallelize_eval(
         context, spec, {"num_microbatches": num_microbatches, "reduction": reduction, "to": to}
     )
     tree: dict[str, Any] = {}
-    params = train_state.params
-    leaves = jax.tree.leaves(params)
-    source = StepSource(
-        function=lambda params, batch: _evaluate(
-            function, params, batch, reduction, num_microbatches, tree
-        ),
-        state=lambda rows: jax.tree.map(_aval, params),
-        companions={},
-        shardings={index: _sharding(leaf) for index, leaf in enumerate(leaves)},
-        spec=spec,
-        local=global_batch is None,
-        microbatches=num_microbatches,
-        batch_axis=batch_axis,
-        schedule=schedule,
-        donate=False,
-        check_patterns=False,
-    )
-    step = build_step(source, context)
-    return EvalFunction(step, tree["tree"], to)
+    variables = _variables(train_state)
+    leaves = jax.tree.leaves(variables)
+
+    def build(shape: BatchSpec) -> Step:
+        source = StepSource(
+            function=functools.partial(_evaluate, function, reduction, tree),
+            state=lambda rows: jax.tree.map(_aval, variables),
+            companions={},
+            shardings={index: _sharding(leaf) for index, leaf in enumerate(leaves)},
+            spec=shape,
+            local=global_batch is None,
+            microbatches=min(num_microbatches, shape.rows),
+            batch_axis=batch_axis,
+            schedule=schedule,
+            donate=False,
+            check_patterns=False,
+        )
+        return build_step(source, context)
+
+    return EvalFunction(Steps(build, spec), tree, to)
 
 
 def _aval(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -163,22 +177,23 @@ def _sharding(leaf: Any) -> NamedSharding:
 
 
 def _evaluate(
-    function, params, batch, reduction, microbatches: int, tree: dict
+    function, reduction, trees: dict, params, batch, numbers, count: int
 ) -> tuple[Any, None]:
-    """The whole pass as plain JAX; notes the tree of the outputs in `tree`."""
+    """The whole pass as plain JAX; notes the tree of the outputs in `trees`."""
+    portions = count / jax.tree.leaves(batch)[0].shape[1]
 
-    def microbatch(rows):
+    def microbatch(carried, rows, number):
         outputs = function(params, rows)
-        leaves, tree["tree"] = jax.tree.flatten(outputs, is_leaf=is_weighted)
+        leaves, trees["tree"] = jax.tree.flatten(outputs, is_leaf=is_weighted)
         summed, stacked = {}, {}
         for index, leaf in enumerate(leaves):
             if is_weighted(leaf) or np.shape(leaf) == ():
-                summed[index] = as_parts(leaf, f"output {index}", reduction, microbatches)
+                summed[index] = as_parts(leaf, f"output {index}", reduction, portions)
             else:
                 stacked[index] = _rows(leaf, rows, index)
-        return summed, stacked
+        return summed, stacked, carried
 
-    summed, stacked = sum_over_microbatches(microbatch, batch)
+    summed, stacked, _ = loop_over_microbatches(microbatch, (), batch, numbers)
     return ({index: finish(parts) for index, parts in summed.items()}, stacked), None
 
 

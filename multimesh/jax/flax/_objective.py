@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.training.train_state import TrainState
 
 from multimesh.errors import UsageError
-from multimesh.jax._loop import microbatch_shapes, sum_over_microbatches
+from multimesh.jax._loop import loop_over_microbatches, microbatch_shapes
 from multimesh.jax._loss import Parts, as_parts, finish, is_weighted
 
 __all__ = ["LossFunction", "Objective", "train"]
@@ -20,16 +20,39 @@ LossFunction = Callable[..., Any]
 
 
 class Objective(NamedTuple):
-    """A user's loss function, with how its value is combined over microbatches."""
+    """A user's loss function, with what it is given and how its value is combined.
+
+    Attributes:
+      function: `(params, batch) -> loss`, with `rngs=` and `mutable=` where there are any.
+      has_aux: Whether it returns `(loss, metrics)`.
+      reduction: What a scalar is over its rows.
+      keys: The data of the base key of each kind of random numbers, and the keys' implementation.
+      mutable: The collections that it updates.
+    """
 
     function: LossFunction
     has_aux: bool
     reduction: str | None
-    microbatches: int
+    keys: Mapping[str, tuple[Any, Any]]
+    mutable: tuple[str, ...]
 
-    def parts(self, params: Any, batch: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        """Returns the total to differentiate, and `(weight, parts of the metrics)`."""
-        result = self.function(params, batch)
+    def step_keys(self, step: jax.Array) -> dict[str, jax.Array]:
+        """The keys of a step: `fold_in(key, step)`."""
+        return {
+            name: jax.random.fold_in(jax.random.wrap_key_data(data, impl=impl), step)
+            for name, (data, impl) in self.keys.items()
+        }
+
+    def parts(
+        self, params: Any, collections: Any, keys: Mapping, batch: Any, portions: float
+    ) -> tuple[jax.Array, tuple[Any, Any, Any]]:
+        """Evaluates the loss of one microbatch.
+
+        Returns:
+          The total to differentiate, and `(weight, parts of the metrics, new collections)`.
+        """
+        result = self._call(params, collections, keys, batch)
+        result, updates = self._updates(result, collections) if self.mutable else (result, {})
         aux: Any = {}
         if self.has_aux:
             if not isinstance(result, tuple) or len(result) != 2 or is_weighted(result):
@@ -40,37 +63,68 @@ class Objective(NamedTuple):
             result, aux = result
             if not isinstance(aux, Mapping):
                 raise UsageError(f"aux must be a dict of metrics. Got {type(aux).__name__}.")
-        loss = as_parts(result, "loss", self.reduction, self.microbatches)
+        loss = as_parts(result, "loss", self.reduction, portions)
         if not jnp.issubdtype(loss.total.dtype, jnp.floating):
             raise UsageError(
                 f"The loss must be a floating-point number to have a gradient. "
                 f"Got {loss.total.dtype}."
             )
         metrics = {
-            name: as_parts(value, f"metric {name!r}", self.reduction, self.microbatches)
+            name: as_parts(value, f"metric {name!r}", self.reduction, portions)
             for name, value in aux.items()
         }
-        return loss.total, (loss.weight, metrics)
+        return loss.total, (loss.weight, metrics, updates)
 
-    def check_weight(self, params: Any, batch: Any) -> None:
+    def _call(self, params, collections, keys, batch) -> Any:
+        options: dict[str, Any] = {}
+        if self.keys:
+            options["rngs"] = dict(keys)
+        if not self.mutable:
+            return self.function(params, batch, **options)
+        options["mutable"] = list(self.mutable)
+        return self.function({**params, **collections}, batch, **options)
+
+    def _updates(self, result: Any, collections: Any) -> tuple[Any, Any]:
+        """Splits `(result, updates)`, which Flax's `apply` returns with `mutable=`."""
+        if not isinstance(result, tuple) or len(result) != 2 or is_weighted(result):
+            raise UsageError(
+                f"With mutable={list(self.mutable)}, loss_fn must return (loss, updates), as "
+                f"model.apply(..., mutable=mutable) does. Got {type(result).__name__}."
+            )
+        result, updates = result
+        old, new = (jax.tree.map(jnp.shape, tree) for tree in (collections, dict(updates)))
+        if old != new:
+            raise UsageError(
+                "loss_fn must return every mutable collection, in the shapes it was given. "
+                f"Got {new} for {old}."
+            )
+        return result, dict(updates)
+
+    def check_weight(self, params, collections, keys, batch) -> None:
         """Checks that a loss's weight has no gradient: the total alone is differentiated.
 
         Args:
           params: The parameters, or their shapes.
+          collections: The mutable collections.
+          keys: The keys of a microbatch.
           batch: The shapes of one microbatch.
 
         Raises:
           UsageError: The weight depends on the parameters.
         """
-        _, (weight, _) = jax.eval_shape(self.parts, params, batch)
+
+        def weight_of(params, collections, keys, batch):
+            return self.parts(params, collections, keys, batch, 1.0)[1][0]
+
+        weight = jax.eval_shape(weight_of, params, collections, keys, batch)
         if weight is None:
             return
 
-        def pull_back(params, batch, cotangent):
-            _, pull = jax.vjp(lambda params: self.parts(params, batch)[1][0], params)
+        def pull_back(params, collections, keys, batch, cotangent):
+            _, pull = jax.vjp(lambda params: weight_of(params, collections, keys, batch), params)
             return pull(cotangent)
 
-        closed = jax.make_jaxpr(pull_back)(params, batch, weight)
+        closed = jax.make_jaxpr(pull_back)(params, collections, keys, batch, weight)
         reached = {closed.jaxpr.invars[-1]}
         for eqn in closed.jaxpr.eqns:
             if any(not hasattr(atom, "val") and atom in reached for atom in eqn.invars):
@@ -83,19 +137,43 @@ class Objective(NamedTuple):
             )
 
 
-def train(objective: Objective, state: TrainState, batch: Any) -> tuple[Any, TrainState]:
-    """The whole step as plain JAX: `batch` has its microbatches stacked in front."""
-    objective.check_weight(state.params, microbatch_shapes(batch))
+def train(
+    objective: Objective, state: TrainState, batch: Any, numbers: jax.Array, rows: int
+) -> tuple[Any, TrainState]:
+    """The whole step as plain JAX.
 
-    def microbatch(rows):
+    Args:
+      objective: The loss.
+      state: Parameters, optimizer state and mutable collections.
+      batch: Arrays `(microbatches, rows of a microbatch, ...)`.
+      numbers: int32 `(microbatches,)`: the number of each microbatch.
+      rows: The rows of the batch.
+
+    Returns:
+      `((loss, metrics), new state)`.
+    """
+    collections = getattr(state, "collections", {})
+    portions = rows / jax.tree.leaves(batch)[0].shape[1]
+    keys = objective.step_keys(state.step)
+    objective.check_weight(state.params, collections, keys, microbatch_shapes(batch))
+
+    def microbatch(collections, batch, number):
+        own = {name: jax.random.fold_in(key, number) for name, key in keys.items()}
         value_and_grad = jax.value_and_grad(
-            lambda params: objective.parts(params, rows), has_aux=True
+            lambda params: objective.parts(params, collections, own, batch, portions),
+            has_aux=True,
         )
-        (total, (weight, metrics)), gradients = value_and_grad(state.params)
-        return (Parts(total, weight), metrics, gradients), None
+        (total, (weight, metrics, updates)), gradients = value_and_grad(state.params)
+        return (Parts(total, weight), metrics, gradients), None, updates
 
-    (parts, metrics, gradients), _ = sum_over_microbatches(microbatch, batch)
+    (parts, metrics, gradients), _, updates = loop_over_microbatches(
+        microbatch, collections, batch, numbers
+    )
     if parts.weight is not None:
         gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
+    gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
     aux = {name: finish(metric) for name, metric in metrics.items()}
-    return (finish(parts), aux), state.apply_gradients(grads=gradients)
+    state = state.apply_gradients(grads=gradients)
+    if updates:
+        state = state.replace(collections=updates)
+    return (finish(parts), aux), state

@@ -1,7 +1,10 @@
 """Checks of the arguments that training and evaluation share."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from multimesh.batch import BatchSpec
@@ -9,11 +12,18 @@ from multimesh.errors import UsageError
 from multimesh.fingerprint import compare
 from multimesh.jax.flax._mesh import StepMesh, plain_mesh
 from multimesh.launch import require_init
+from multimesh.source import Context
 from multimesh.stages.registry import default_registry
-from multimesh.step import Context
 from multimesh.transport import connect
 
-__all__ = ["batch_spec", "check_reduction", "compare_requests", "make_context"]
+__all__ = [
+    "batch_spec",
+    "check_reduction",
+    "collection_names",
+    "compare_requests",
+    "make_context",
+    "random_keys",
+]
 
 
 def make_context(mesh: "Mesh | StepMesh | None") -> Context:
@@ -61,13 +71,51 @@ def batch_spec(local_batch: Any, global_batch: Any, num_microbatches: Any) -> Ba
             f"num_microbatches={num_microbatches} is more than the {spec.rows} rows of the batch "
             f"({spec.names[0]} has shape {spec.shapes[0]}). Each microbatch needs a row."
         )
-    if spec.rows % num_microbatches:
-        raise UsageError(
-            f"The {spec.rows} rows of the batch do not divide by "
-            f"num_microbatches={num_microbatches}. Microbatches of two sizes are not supported "
-            "yet: change either number."
-        )
     return spec
+
+
+def random_keys(rngs: Any) -> dict[str, tuple[np.ndarray, Any]]:
+    """Takes base keys apart into data and implementation.
+
+    Args:
+      rngs: A mapping from kind to key, or None.
+
+    Raises:
+      UsageError: It is something else.
+    """
+    expected = 'rngs must be a dict from kind to key, such as {"dropout": jax.random.key(0)}. '
+    if rngs is None:
+        return {}
+    if not isinstance(rngs, Mapping) or not all(isinstance(name, str) for name in rngs):
+        raise UsageError(f"{expected}Got {rngs!r}.")
+    keys = {}
+    for name, key in rngs.items():
+        if not isinstance(key, jax.Array | np.ndarray):
+            raise UsageError(f"{expected}Got {key!r} for {name!r}.")
+        typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.shape != (() if typed else (2,)):
+            raise UsageError(f"{expected}Got an array of shape {key.shape} for {name!r}.")
+        impl = jax.random.key_impl(key) if typed else None
+        keys[name] = np.asarray(jax.random.key_data(key) if typed else key), impl
+    return keys
+
+
+def collection_names(mutable: Any) -> tuple[str, ...]:
+    """Checks the names of the mutable collections.
+
+    Raises:
+      UsageError: They are no names, or include the parameters.
+    """
+    if mutable is None:
+        return ()
+    names = (mutable,) if isinstance(mutable, str) else mutable
+    valid = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not valid or "params" in names:
+        raise UsageError(
+            'mutable must be a list of collections, such as ["batch_stats"], without "params", '
+            f"which the optimizer updates. Got {mutable!r}."
+        )
+    return tuple(names)
 
 
 def check_reduction(reduction: Any) -> None:

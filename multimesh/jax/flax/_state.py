@@ -1,0 +1,155 @@
+"""The training state: how it is made, and which optimizer state belongs to which parameter."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.training.train_state import TrainState
+
+from multimesh.batch import BatchSpec
+from multimesh.errors import UsageError
+from multimesh.source import Context
+from multimesh.stages.initialize import Initializer
+from multimesh.stages.trace import shapes, trace
+from multimesh.state import assemble
+from multimesh.step import Step
+
+__all__ = ["Initialization", "MutableTrainState", "companions"]
+
+
+class MutableTrainState(TrainState):
+    """A Flax `TrainState` with the collections that the model updates.
+
+    Attributes:
+      collections: A dict from name to collection, such as `{"batch_stats": ...}`.
+    """
+
+    collections: Any = None
+
+
+class Initialization:
+    """The traced initialization of a `TrainState`."""
+
+    def __init__(self, model, optimizer, init_fn, rng, kinds, mutable, spec: BatchSpec, names):
+        """Prepares the trace.
+
+        Args:
+          model: The Flax module.
+          optimizer: The optax transformation.
+          init_fn: `(key, batch) -> params`, or None for `model.init`.
+          rng: The key, or None for `jax.random.key(42)`.
+          kinds: The kinds of random numbers of the step: `model.init` gets a key for each.
+          mutable: The collections that the model updates.
+          spec: The structure of the example batch.
+          names: The logical axis names that are known.
+        """
+        key = jax.random.key(42) if rng is None else rng
+        self.typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+        self.impl = jax.random.key_impl(key) if self.typed else None
+        self.data = np.asarray(jax.random.key_data(key) if self.typed else key)
+        self.init_fn = init_fn
+        self.model = model
+        self.kinds = kinds
+        self.mutable = mutable
+        self.optimizer = optimizer
+        self.spec = spec
+        self.names = names
+        self._shapes: dict[int, TrainState] = {}
+
+    def state(self, data: jax.Array, leaves: list) -> TrainState:
+        """Makes the state, from the key's data and the batch's leaves."""
+        key = jax.random.wrap_key_data(data, impl=self.impl) if self.typed else data
+        params = self._init(key, jax.tree.unflatten(self.spec.tree, leaves))
+        create, more = TrainState.create, {}
+        if self.mutable:
+            params, collections = _split(params, self.mutable)
+            create, more = MutableTrainState.create, {"collections": collections}
+        state = create(apply_fn=self.model.apply, params=params, tx=self.optimizer, **more)
+        return state.replace(step=jnp.asarray(state.step, jnp.int32))
+
+    def _init(self, key, batch) -> Any:
+        if self.init_fn is not None:
+            return self.init_fn(key, batch)
+        if not self.kinds:
+            return self.model.init(key, batch)
+        # A model that draws random numbers may do so while it is initialized.
+        keys = {kind: jax.random.fold_in(key, n) for n, kind in enumerate(self.kinds, 1)}
+        return self.model.init({**keys, "params": key}, batch)
+
+    def _arguments(self, rows: int) -> tuple:
+        leaves = [
+            jax.ShapeDtypeStruct((rows, *shape[1:]), dtype)
+            for shape, dtype in zip(self.spec.shapes, self.spec.dtypes, strict=True)
+        ]
+        return jax.ShapeDtypeStruct(self.data.shape, self.data.dtype), leaves
+
+    def shapes(self, rows: int) -> TrainState:
+        """The shapes of the state for a batch of some rows; runs nothing."""
+        if rows not in self._shapes:
+            self._shapes[rows] = shapes(self.state, self._arguments(rows), self.names)
+        return self._shapes[rows]
+
+    def run(self, step: Step, context: Context, example: list[np.ndarray]) -> TrainState:
+        """Makes the state's leaves, each where it lives."""
+        shares = step.shares.count
+        if shares > 1:  # an initializer may read the batch, so it gets all of it
+            gathered = step.shares.gather(context.group, example)
+            example = [np.concatenate(leaf) for leaf in zip(*gathered, strict=True)]
+        state = step.state
+        closed = trace(self.state, self._arguments(self.spec.rows * shares), self.names)
+        initializer = Initializer(
+            closed,
+            [self.data, *example],
+            state.submeshes,
+            state.homes,
+            lambda leaf, submesh: state.local_sharding(leaf, submesh),
+        )
+        made = {place: initializer.run(initializer.compile(place)) for place in state.mine}
+        leaves = []
+        for index, home in enumerate(state.homes):
+            if home is None:
+                parts = {place: leaves_of[index] for place, leaves_of in made.items()}
+                leaves.append(assemble(parts, state.everywhere))
+            elif home in made:
+                leaves.append(made[home][index])
+            else:
+                leaves.append(state.absent(index))
+        return jax.tree.unflatten(state.tree, leaves)
+
+
+def _split(variables: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    """Splits what `init` returned into parameters and the collections that change."""
+    missing = [name for name in mutable if name not in variables]
+    if missing:
+        raise UsageError(
+            f"mutable={list(mutable)} names {missing}, but the model's init makes only "
+            f"{sorted(variables)}. Name collections that exist."
+        )
+    params = {name: value for name, value in variables.items() if name not in mutable}
+    return params, {name: variables[name] for name in mutable}
+
+
+def companions(state: TrainState) -> dict[int, int]:
+    """Optimizer state that repeats the tree of the parameters: leaf -> parameter.
+
+    A leaf belongs to the parameter whose path is the end of its own: `.opt_state[0].mu['w']` to
+    `.params['w']`.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    root = jax.tree_util.GetAttrKey("params")
+    parameters = {
+        tuple(map(str, path[1:])): index
+        for index, path in enumerate(paths)
+        if path[0] == root and len(path) > 1
+    }
+    found = {}
+    for index, path in enumerate(paths):
+        if path[0] == root:
+            continue
+        keys = tuple(map(str, path))
+        matches = (parameters.get(keys[start:]) for start in range(1, len(keys)))
+        match = next((m for m in matches if m is not None), None)
+        if match is not None:
+            found[index] = match
+    return found

@@ -1,0 +1,200 @@
+"""What a step computes, and how that becomes a plan: trace, cut, schedule.
+
+Everything here is the same on every rank, and nothing is compiled or sent.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from multimesh.batch import BatchSpec, Shares, find_shares
+from multimesh.errors import UsageError
+from multimesh.plan import Plan, make_plan
+from multimesh.stages.cut import CutStep, Signature, cut
+from multimesh.stages.registry import Registry
+from multimesh.stages.shardings import resolve_spec
+from multimesh.stages.trace import logical_axis_names, trace
+from multimesh.stages.variants import make_variant, microbatch_sizes
+from multimesh.transport import Group, Transport
+
+__all__ = ["Context", "StepSource", "TracedStep", "trace_step"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a step runs.
+
+    Attributes:
+      mesh: All its devices.
+      registry: The registered tasks.
+      group: The control plane.
+      transport: The data plane.
+    """
+
+    mesh: Mesh
+    registry: Registry
+    group: Group
+    transport: Transport
+
+    def axis_names(self, batch_axis: str) -> tuple[str, ...]:
+        """The axis names that are known before a model is traced."""
+        tasks = [entry.task for entry in self.registry.entries if entry.task]
+        return logical_axis_names(tasks, (*map(str, self.mesh.axis_names), batch_axis))
+
+
+@dataclass(frozen=True)
+class StepSource:
+    """What a step computes, as a function to trace.
+
+    Attributes:
+      function: `(state, batch, numbers, rows) -> (results, new_state)`; `batch` has its
+        microbatches stacked in front: `(microbatches, rows, ...)`, `numbers` is int32
+        `(microbatches,)`, and `rows` how many rows all microbatches have. A step without a new
+        state returns None for it.
+      state: The state's avals, a pytree; it may depend on the rows of the batch.
+      companions: State leaf -> the state leaf (a parameter) that it lives with.
+      shardings: State leaf -> its sharding, where it exists already.
+      spec: The structure of the batch that one rank gives.
+      local: Whether that is a share of the batch, or the whole.
+      microbatches: How many there are.
+      batch_axis: The logical name of the rows.
+      schedule: The name of the schedule.
+      donate: Whether the step may overwrite the state.
+      check_patterns: Whether every registered pattern must match.
+    """
+
+    function: Callable[[Any, Any, jax.Array, int], tuple[Any, Any]]
+    state: Callable[[int], Any]
+    companions: Mapping[int, int]
+    shardings: Mapping[int, NamedSharding]
+    spec: BatchSpec
+    local: bool
+    microbatches: int
+    batch_axis: str = "batch"
+    schedule: str = "1f1b"
+    donate: bool = True
+    check_patterns: bool = True
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A planned step.
+
+    Attributes:
+      plan: The plan.
+      shares: How the batch is divided over ranks.
+      state_tree: The structure of the state.
+      results_tree: The structure of the results.
+    """
+
+    plan: Plan
+    shares: Shares
+    state_tree: Any
+    results_tree: Any
+
+
+def trace_step(source: StepSource, context: Context) -> TracedStep:
+    """Traces, cuts and plans a step.
+
+    Args:
+      source: What to compute.
+      context: Where.
+
+    Raises:
+      UsageError: Something in the model, the registry or the batch does not fit.
+    """
+    tracer = _Tracer(source, context)
+    rows = source.spec.rows
+    largest = microbatch_sizes(rows, source.microbatches)[0]
+    pieces = tracer.cut(largest, rows)
+    shares = Shares(1, (0,) * context.group.size)
+    if source.local:
+        shares = find_shares(pieces, context.group.size, source.batch_axis)
+    unit = _rows_unit(pieces, shares.count, source.batch_axis)
+    sizes = microbatch_sizes(rows, source.microbatches, unit)
+    if shares.count > 1 or sizes[0] != largest:
+        pieces = tracer.cut(sizes[0] * shares.count, rows * shares.count)
+    variants = [
+        make_variant(pieces, tracer.cut(size * shares.count, rows * shares.count), size)
+        for size in sorted({*sizes} - {sizes[0]})
+    ]
+    plan = make_plan(pieces, source.schedule, sizes, variants)
+    return TracedStep(plan, shares, tracer.trees["state"], tracer.trees["results"])
+
+
+def _rows_unit(pieces: CutStep, shares: int, batch_axis: str) -> int:
+    """The rows of a share that spread evenly over the devices of every submesh that reads them."""
+    sliced = {entry.inner for entry in pieces.step.slices}
+    unit = 1
+    for place in {task.submesh for task in pieces.tasks if sliced & set(task.inputs)}:
+        submesh = pieces.submeshes[place]
+        ((axes),) = resolve_spec((batch_axis,), submesh.axes)
+        devices = math.prod(submesh.mesh.shape[axis] for axis in axes)
+        unit = math.lcm(unit, devices // math.gcd(devices, shares))
+    return unit
+
+
+class _Tracer:
+    """Traces and cuts a step for microbatches of some rows."""
+
+    def __init__(self, source: StepSource, context: Context):
+        self.source = source
+        self.context = context
+        self.trees: dict[str, Any] = {}
+
+    def cut(self, size: int, rows: int) -> CutStep:
+        """Cuts the step for microbatches of `size` rows of a batch of `rows`, over all shares."""
+        source, context, trees = self.source, self.context, self.trees
+        paths, trees["state"] = jax.tree_util.tree_flatten_with_path(source.state(rows))
+        state = [leaf for _, leaf in paths]
+
+        def flat(state_leaves, batch_leaves, numbers):
+            state = jax.tree.unflatten(trees["state"], state_leaves)
+            batch = jax.tree.unflatten(source.spec.tree, batch_leaves)
+            results, new_state = source.function(state, batch, numbers, rows)
+            leaves, trees["results"] = jax.tree.flatten(results)
+            new_leaves, new_tree = jax.tree.flatten(new_state)
+            _check_same_tree(trees["state"], new_tree, new_state is not None)
+            return leaves, new_leaves
+
+        names = context.axis_names(source.batch_axis)
+        closed = trace(flat, (state, *self._batch(size)), names)
+        results = trees["results"].num_leaves
+        updated = len(closed.jaxpr.outvars) - results
+        signature = Signature(
+            names=[
+                *(jax.tree_util.keystr(path) for path, _ in paths),
+                *source.spec.names,
+                "the number of the microbatch",
+            ],
+            replaced={index: results + index for index in range(updated)},
+            companions=source.companions,
+            shardings=source.shardings,
+            rows=size,
+            batch_axis=source.batch_axis,
+        )
+        return cut(
+            closed,
+            context.registry,
+            context.mesh,
+            signature,
+            check_patterns=source.check_patterns,
+        )
+
+    def _batch(self, rows: int) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+        count, spec = self.source.microbatches, self.source.spec
+        leaves = [
+            jax.ShapeDtypeStruct((count, rows, *shape[1:]), dtype)
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        ]
+        return leaves, jax.ShapeDtypeStruct((count,), jnp.int32)
+
+
+def _check_same_tree(old, new, returned: bool) -> None:
+    if returned and old != new:
+        raise UsageError(f"The step must return a state of the same tree. Got {new} for {old}.")
