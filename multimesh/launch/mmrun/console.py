@@ -5,6 +5,7 @@ a progress bar, which redraws itself with carriage returns, is kept to its lates
 terminal, what rank 0 has written since its last newline is shown at the bottom (see `screen`).
 """
 
+import contextlib
 import os
 import re
 
@@ -75,7 +76,9 @@ class Console:
     def feed(self, rank: int, fd: int, data: bytes):
         """Takes the next bytes that a rank wrote to `OUTPUT` or `ERRORS`."""
         if self._logs or self._is_shown(rank):
-            stream = self._streams.setdefault((rank, fd), _Stream())
+            stream = self._streams.get((rank, fd))
+            if stream is None:
+                stream = self._streams[rank, fd] = _Stream()
             self._write(rank, fd, stream.feed(data))
 
     def finish(self, rank: int):
@@ -111,8 +114,9 @@ class Console:
 
     def close(self):
         """Writes what is left of all ranks, and closes the log files."""
-        for rank in sorted({rank for rank, _ in self._streams}):
-            self.finish(rank)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it: the job has ended for that
+            for rank in sorted({rank for rank, _ in self._streams}):
+                self.finish(rank)
         if self._logs:
             self._logs.close()
 
