@@ -2,8 +2,8 @@
 
 Left alone, a failed rank hangs: Python runs its exit hooks, JAX's waits for the other ranks, and
 those wait for a message from the failed one. So a rank that fails shows its traceback and leaves
-without any hook: under mmrun through `program`, under bare `mpirun` through the hook that
-`install_excepthook` puts in place.
+without any hook: under mmrun through `program`, under bare `mpirun` through the hooks that
+`install_hooks` puts in place.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 __all__ = [
     "JobEndingHook",
@@ -20,8 +21,9 @@ __all__ = [
     "exit_code",
     "format_exception",
     "give_way_to_first",
-    "install_excepthook",
+    "install_hooks",
     "leave",
+    "watch_exit_hooks",
 ]
 
 _INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
@@ -99,8 +101,8 @@ class JobEndingHook:
         abort(exit_code(exc))
 
 
-def install_excepthook(rank: int, size: int | None):
-    """Makes an uncaught exception of the main thread end the whole job.
+def install_hooks(rank: int, size: int | None):
+    """Makes an uncaught exception of the main thread, or of an exit hook, end the whole job.
 
     Args:
       rank: This rank, for the line above the traceback.
@@ -109,7 +111,21 @@ def install_excepthook(rank: int, size: int | None):
     if not isinstance(sys.excepthook, JobEndingHook):
         of_all = f" of {size}" if size else ""
         place = f"rank {rank}{of_all} on {socket.gethostname()}"
-        sys.excepthook = JobEndingHook(place, sys.excepthook)
+        sys.excepthook = hook = JobEndingHook(place, sys.excepthook)
+        watch_exit_hooks(lambda exc: hook(type(exc), exc, exc.__traceback__))
+
+
+def watch_exit_hooks(fail: Callable[[BaseException], None]):
+    """Has `fail` called with an exception of an exit hook; Python would only mention it."""
+    previous = sys.unraisablehook
+
+    def hook(unraisable):
+        if unraisable.exc_value and "atexit callback" in (unraisable.err_msg or ""):
+            fail(unraisable.exc_value)
+        else:
+            previous(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _flush():

@@ -127,7 +127,7 @@ class _JaxHandler:
     """
 
     def __init__(self):
-        self._address: int | None = None
+        self._address = 0
         self._signal = ctypes.CDLL(None).signal
         self._signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         self._signal.restype = ctypes.c_void_p

@@ -80,7 +80,7 @@ def init(cpus: int | None = None, *, collectives: str | None = None):
     """
     launcher = _parallel_launcher()
     if launcher is not None:
-        failure.install_excepthook(launcher.rank, launcher.size)
+        failure.install_hooks(launcher.rank, launcher.size)
     if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int) or cpus < 1):
         raise StartupError(f"cpus must be a positive integer or None. Got {cpus!r}.")
     if collectives not in (None, "gloo"):
@@ -138,9 +138,10 @@ def _start_alone(request):
 
 def _join_ranks(request, launcher):
     # Importing JAX takes seconds, and ranks that wait in MPI meanwhile keep polling: first this.
-    from multimesh.launch import coordinator, ending
+    from multimesh.launch import coordinator, ending, stall
 
-    timeout = read_config().start_timeout
+    config = read_config()
+    timeout = config.start_timeout
     # MPI starts only when every rank does. Only mmrun can see from outside which one does not.
     wire.notify(wire.Kind.JOINING, {"timeout": timeout})
     size = _mpi.load().COMM_WORLD.Get_size()
@@ -150,7 +151,11 @@ def _join_ranks(request, launcher):
     _check_agreement(answers)
     rank = communicator.Get_rank()
     _configure_jax(answers[rank].devices.cpus, _gpus_of_rank(rank, answers), "gloo")
-    coordinator.connect_ranks(communicator, [answer.place for answer in answers], timeout)
+    places = [answer.place for answer in answers]
+    coordinator.connect_ranks(communicator, places, timeout)
+    stall.monitor().start(
+        rank, [place.host for place in places], config.stall_timeout, with_stacks=config.stacks
+    )
     ending.end_together(communicator.Dup())
 
 

@@ -17,7 +17,7 @@ from multimesh.launch.wire import Kind, Message
 __all__ = ["Failure", "Request", "Verdict"]
 
 # The ranks see a stall too, and can say more about it: they come first.
-_RANKS_COME_FIRST = 3.0
+_RANKS_COME_FIRST = 2.0
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,22 @@ def run_program(arguments: list[str], *, safe_path: bool, alone: bool):
     try:
         _run(arguments, safe_path)
     except BaseException as exc:
-        code = failure.exit_code(exc)
-        if code:
-            text = _describe(exc)
-            if alone or not wire.notify(wire.Kind.FAILING, {"code": code, "traceback": text}):
-                sys.stderr.write(text)
-            sys.exit(code) if alone else failure.leave(code)
+        _end_by(exc, alone)
+    if not alone:
+        failure.watch_exit_hooks(lambda exc: _end_by(exc, alone))
     wire.notify(wire.Kind.FINISHED)
+
+
+def _end_by(exc, alone):
+    """Ends this process by an exception that nothing caught, unless its exit code is 0."""
+    code = failure.exit_code(exc)
+    if code:
+        text = _describe(exc)
+        # A stall names the rank that was waited for.
+        report = {"code": code, "traceback": text, "culprit": getattr(exc, "culprit", None)}
+        if alone or not wire.notify(wire.Kind.FAILING, report):
+            sys.stderr.write(text)
+        sys.exit(code) if alone else failure.leave(code)
 
 
 def _run(arguments, safe_path):
