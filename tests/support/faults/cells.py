@@ -38,7 +38,8 @@ class Kind:
       text: Its name in the documentation.
       code: The exit code that the job must have, or None for any but 0.
       has_traceback: Whether the rank shows a traceback.
-      is_silent: Whether nothing ends, so that only a timeout can notice.
+      is_silent: Whether no process ends, so that only a timeout can notice.
+      leaves_with_0: Whether the process ends as if all were well.
       meaningless: The moments at which it cannot happen, each with the reason.
     """
 
@@ -47,6 +48,7 @@ class Kind:
     code: int | None = 1
     has_traceback: bool = False
     is_silent: bool = False
+    leaves_with_0: bool = False
     meaningless: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -62,9 +64,10 @@ KINDS = (
     Kind(
         "exit-0",
         "`sys.exit(0)` too early",
+        leaves_with_0=True,
         meaningless={"at-end": "a program that ends with code 0 at its end has not failed"},
     ),
-    Kind("os-exit-0", "`os._exit(0)`"),
+    Kind("os-exit-0", "`os._exit(0)`", leaves_with_0=True),
     Kind("sigkill", "SIGKILL", code=128 + 9),
     Kind("sigsegv", "SIGSEGV", code=128 + 11),
     Kind("sigstop", "SIGSTOP", code=None, is_silent=True),
@@ -153,6 +156,11 @@ class Cell:
     moment: str
     place: Place
     launcher: Launcher
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether only a timeout can notice: mmrun alone sees a rank leave with code 0."""
+        return self.kind.is_silent or (self.kind.leaves_with_0 and not self.launcher.is_mmrun)
 
     def __str__(self):
         rank, ranks = self.place.rank, self.place.ranks

@@ -16,13 +16,15 @@ from support.jobs import clean_environment
 __all__ = ["CLEANUP", "PROMPT", "Ended", "promised_seconds", "run_cell"]
 
 PROGRAM = Path(__file__).parent / "program" / "train.py"
-# All in seconds. A fault that ends something ends the job promptly; of one that is silent a
-# timeout takes notice, and a moment later the job has ended. Then its processes have a moment.
+# All in seconds. A fault that somebody sees ends the job promptly; if it is silent, a timeout must
+# take notice, and a moment later the job has ended. Then its processes have a moment to go.
 PROMPT = 10
 NOTICE = 5
 CLEANUP = 5
-STALL_TIMEOUT = 5
+STALL_TIMEOUT = 8
 START_TIMEOUT = 15
+# Where no timeout should be what ends the job.
+_LONG_STALL_TIMEOUT = 60
 # Not measured, but ended all the same: a job whose fault does not strike, or does not end it.
 _STRIKE_LIMIT = 120
 _MARGIN = 10
@@ -58,7 +60,7 @@ class Ended:
 
 def promised_seconds(cell: Cell) -> float:
     """Within how many seconds of the fault the job must end."""
-    if not cell.kind.is_silent:
+    if not cell.is_silent:
         return PROMPT
     return NOTICE + (START_TIMEOUT if cell.moment == "before-init" else STALL_TIMEOUT)
 
@@ -73,7 +75,7 @@ def run_cell(cell: Cell) -> Ended:
             process = subprocess.Popen(
                 _command(cell, struck),
                 cwd=folder,
-                env=_environment(tag),
+                env=_environment(cell, tag),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -106,10 +108,11 @@ def _command(cell, struck):
     return command(cell.launcher, cell.place.ranks, [str(PROGRAM), *words])
 
 
-def _environment(tag):
+def _environment(cell, tag):
+    stall_timeout = STALL_TIMEOUT if cell.is_silent else _LONG_STALL_TIMEOUT
     return clean_environment() | {
         _TAG: tag,
-        "MULTIMESH_STALL_TIMEOUT": str(STALL_TIMEOUT),
+        "MULTIMESH_STALL_TIMEOUT": str(stall_timeout),
         "MULTIMESH_START_TIMEOUT": str(START_TIMEOUT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
