@@ -86,9 +86,9 @@ class Rows:
                 row += b"\r"  # the cursor is at its begin
             return b""
         self._at -= 1
-        row = bytes(self._rows.pop(0))
-        is_removed_bar = b"\r" in row and not row.strip()
-        return b"" if is_removed_bar else _latest(row) + b"\n"
+        final = bytes(self._rows.pop(0))
+        is_removed_bar = b"\r" in final and not final.strip()
+        return b"" if is_removed_bar else _latest(final) + b"\n"
 
 
 def _latest_of_each(lines):
