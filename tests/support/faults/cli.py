@@ -34,8 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [
         cell
         for cell in (covering_set() if options.covering else all_cells())
-        if _is_selected(cell, options) and not _is_skipped(cell)
+        if _is_selected(cell, options)
     ]
+    for launcher in {cell.launcher: None for cell in cells}:
+        reason = why_unavailable(launcher)
+        if reason:
+            print(f"left out: {launcher.name}: {reason}")
+    cells = [cell for cell in cells if not why_unavailable(cell.launcher)]
     if options.list:
         print("\n".join(map(str, cells)))
         return 0
@@ -113,10 +118,6 @@ def _is_selected(cell: Cell, options) -> bool:
     }
     chosen = vars(options)
     return all(not chosen[name] or value in chosen[name] for name, value in values.items())
-
-
-def _is_skipped(cell: Cell) -> bool:
-    return bool(why_unavailable(cell.launcher))
 
 
 def _read(path: Path) -> dict[str, dict]:

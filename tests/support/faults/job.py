@@ -12,6 +12,7 @@ from pathlib import Path
 from support.faults.cells import Cell
 from support.faults.launchers import command
 from support.jobs import clean_environment
+from support.processes import with_variable
 
 __all__ = ["CLEANUP", "PROMPT", "Ended", "promised_seconds", "run_cell"]
 
@@ -143,27 +144,11 @@ def _wait(process, struck, limit):
 def _wait_for_cleanup(tag) -> tuple[str, ...]:
     """The processes that are left when their time is over."""
     deadline = time.time() + CLEANUP
-    while processes := _processes(tag):
+    while processes := with_variable(_TAG, tag):
         if time.time() > deadline:
             return tuple(f"{pid}: {command}" for pid, command in processes.items())
         time.sleep(0.1)
     return ()
-
-
-def _processes(tag) -> dict[int, str]:
-    """The command lines of the job's processes that are alive."""
-    found = {}
-    mark = f"{_TAG}={tag}".encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:  # a zombie's environment is empty
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(folder.name)] = words.decode(errors="replace").strip()
-        except OSError:  # gone meanwhile, or another user's
-            continue
-    return found
 
 
 def _kill(process, tag):
@@ -175,7 +160,7 @@ def _kill(process, tag):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for pid in _processes(tag):
+    for pid in with_variable(_TAG, tag):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

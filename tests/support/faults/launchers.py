@@ -59,7 +59,7 @@ def _interpreter(mpi):
 def _why_no_slurm(plugin):
     if shutil.which("srun") is None:
         return "there is no SLURM"
-    if "idle" not in _output("sinfo", "--noheader", "--format=%T,%C"):
+    if not _output("sinfo", "--noheader", "--states=idle,alloc,mix").strip():
         return "no SLURM node is up"
     if plugin not in _output("srun", "--mpi=list"):
         return f"this SLURM has no {plugin}"
