@@ -32,6 +32,7 @@ def end_together(communicator):
     """
     exits = _ExitWatch()
     sys.exit = exits
+    threading.Thread(target=_leave_with_error, args=(exits,), daemon=True).start()
     process = os.getpid()
 
     def meet():
@@ -56,6 +57,14 @@ def _wait_for_all(communicator):
         while not everyone.Test():
             time.sleep(_POLL_SECONDS)  # a waiting rank leaves its core to those that work
     monitor().stop()
+
+
+def _leave_with_error(exits):
+    """Ends this process if it fails, before Python waits for the program's other threads."""
+    threading.main_thread().join()
+    code = exits.code()
+    if code:
+        failure.leave(code)
 
 
 class _ExitWatch:

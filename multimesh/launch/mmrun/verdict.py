@@ -17,7 +17,7 @@ from multimesh.launch.wire import Kind, Message
 __all__ = ["Failure", "Request", "Verdict"]
 
 # The ranks see a stall too, and can say more about it: they come first.
-_RANKS_COME_FIRST = 2.0
+_RANKS_COME_FIRST = 4.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,9 @@ class Verdict:
         unheard = [rank for rank, state in self._ranks.items() if not state.is_gone]
         if unheard:
             code = mpiexec_code if 0 < mpiexec_code < 256 else 1
-            self.fail(None, f"mpiexec ended with code {mpiexec_code}; no word of {unheard}", code)
+            places = ", ".join(map(self.place, unheard))
+            text = f"mpiexec ended with code {mpiexec_code}, and killed {places} first"
+            self.fail(None, text, code)
         elif self.request is not None:
             rank, traceback = self._traceback or (None, "")
             text = f"{_asked(self.request)}; all ranks ended in time"
@@ -165,9 +167,9 @@ class Verdict:
         """A rank and its host, for a message."""
         return f"rank {number} on {self._ranks[number].host}"
 
-    def stopped(self, number: int) -> str:
-        """By which signal a rank's process is stopped, or ""."""
-        code = self._ranks[number].stop_signal
+    def stopped(self, number: int | None) -> str:
+        """By which signal a rank's process is stopped, or "" if it is not, or is no rank's."""
+        code = 0 if number is None else self._ranks[number].stop_signal
         return _signal_name(code) if code else ""
 
     def _limit(self, key, seconds, act):
@@ -247,7 +249,7 @@ class Verdict:
             return f"{self.place(number)} was stopped by {_signal_name(state.stop_signal)}"
         if state.has_finished or state.is_gone:
             return f"{self.place(number)} ended with exit code 0"
-        return f"{self.place(number)} did not answer"
+        return f"{self.place(number)} did not go on"
 
 
 def _asked(request):

@@ -160,7 +160,9 @@ class Job:
             # What the others have written until now is shown; not their echo of the failure.
             self._drain()
             self._console.hear_only(failure.rank)
-        is_talking = failure.rank in self._ranks.values()
+        is_talking = failure.rank in self._ranks.values() and not self._verdict.stopped(
+            failure.rank
+        )
         if self._stopped_at is None:
             if is_talking and now < self._failed_at + _LAST_WORDS:
                 return

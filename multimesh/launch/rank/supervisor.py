@@ -30,8 +30,9 @@ from multimesh.launch.signals import signal_pipe
 
 __all__ = ["main"]
 
-# A grandchild may hold the output open after the program is gone; do not wait for it for ever.
-_DRAIN_SECONDS = 0.3
+# A grandchild may hold the output open after the program is gone: what it writes is shown as long
+# as it goes on writing, but not for ever, and not for long when the job has failed.
+_SILENCE_SECONDS, _DRAIN_SECONDS, _DRAIN_SECONDS_AFTER_FAILURE = 0.3, 5.0, 1.0
 # What SLURM or a person sends to say that the rank has to end soon.
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _FORWARDED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
@@ -134,18 +135,24 @@ class Supervisor:
             # Said before the rest of the output is read: other ranks notice the loss too, and
             # this is the one to be reported.
             self._send(wire.Kind.EXIT, {"code": self._code, "signal": self._signal})
-            deadline = time.monotonic() + _DRAIN_SECONDS
-            while self._readers and time.monotonic() < deadline:
-                self._pump(_DRAIN_SECONDS)
+            self._drain(_DRAIN_SECONDS_AFTER_FAILURE if self._code else _DRAIN_SECONDS)
         except OSError:  # mmrun is gone or has closed the connection: the job is over
             self._code = self._code or 1
         if self._code:
             kill_descendants()
         return self._code
 
-    def _pump(self, timeout):
-        for key, _ in self._selector.select(timeout):
+    def _drain(self, limit):
+        end = time.monotonic() + limit
+        while self._readers and time.monotonic() < end and self._pump(_SILENCE_SECONDS):
+            pass
+
+    def _pump(self, timeout) -> bool:
+        """Handles what happens next; returns whether anything did within the time."""
+        events = self._selector.select(timeout)
+        for key, _ in events:
             self._handle(key.fd)
+        return bool(events)
 
     def _handle(self, source):
         if source == self._connection.fileno():
