@@ -3,8 +3,8 @@
 Asking MPI instead would start it, which a notebook or a plain `python` run must never do.
 """
 
-import multiprocessing
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,7 +59,9 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None
       `multiprocessing`: it inherits the rank's environment, but is no rank.
     """
     environ = os.environ if environ is None else environ
-    if multiprocessing.parent_process() is not None:
+    # Only looked up: a process that has not imported it is nobody's worker.
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
         return None
     for name, rank, *rest in _LAUNCHERS:
         # A batch script and an interactive shell have SLURM_PROCID=0 too, but srun started neither.
