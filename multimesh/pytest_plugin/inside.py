@@ -27,7 +27,7 @@ __all__ = ["JobRank", "PlacedRank", "prepare_options"]
 # Seconds that a rank whose test has failed waits for the others.
 _FAILED_WAITS = 5.0
 # Between a rank's stacks and its end: in place, where nobody else ends the job, and in a job of
-# ours, where this is only for the case that the pytest outside is gone.
+# ours, where the pytest outside should have ended it by then.
 _PLACED_PATIENCE, _JOB_PATIENCE = 1.0, 15.0
 # Plugins of pytest's own that write to the terminal or to the cache.
 _FOR_ONE_RANK = ("terminalreporter", "lfplugin", "nfplugin", "stepwiseplugin")
@@ -129,7 +129,7 @@ class JobRank(Rank):
         self._file = open(order.report_file(launcher.rank), "a", buffering=1)  # noqa: SIM115
         self._write("host", socket.gethostname())
         self._stacks = open(order.stacks_file(launcher.rank), "w")  # noqa: SIM115
-        self._watchdog = Watchdog(self._stacks.fileno(), _JOB_PATIENCE, "")
+        self._watchdog = Watchdog(self._stacks.fileno(), _JOB_PATIENCE, order.is_abandoned)
         self._arm()
         _silence(config)
 
@@ -200,9 +200,8 @@ class PlacedRank(Rank):
         of_all = f" of {launcher.size}" if launcher.size else ""
         self._place = f"rank {launcher.rank}{of_all} on {socket.gethostname()}"
         self._status = pytest.ExitCode.OK
-        message = f"multimesh: a test took longer than its time limit on {self._place}.\n"
         # Before tests run, standard error is not yet captured.
-        self._watchdog = Watchdog(os.dup(sys.stderr.fileno()), _PLACED_PATIENCE, message)
+        self._watchdog = Watchdog(os.dup(sys.stderr.fileno()), _PLACED_PATIENCE, lambda: False)
         self._test_deadline = 0.0
         if launcher.rank:
             _silence(config)
@@ -230,9 +229,10 @@ class PlacedRank(Rank):
         self._test_deadline = time.monotonic() + seconds
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self):
+    def pytest_runtest_setup(self, item):
         """Arms the watchdog: pytest's own uses, and stops, the same timer."""
-        self._watchdog.arm(self._test_deadline - time.monotonic())
+        message = f"{self._place}: {item.nodeid} took longer than its time limit.\n"
+        self._watchdog.arm(self._test_deadline - time.monotonic(), message)
 
     pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 

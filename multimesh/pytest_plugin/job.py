@@ -5,8 +5,10 @@ its own for everything that happens. What a rank has written stays readable howe
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ __all__ = ["Job", "Order", "RankLog", "read_order"]
 _VARIABLE = "MULTIMESH_PYTEST_JOB"
 # By these a launcher tells a process its rank. A job of ours is its own, and on this host.
 _LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+_ORDER_FILE = "order.json"
 _POLL_SECONDS = 0.02
 # After the time limit: ranks write their stacks, mmrun ends the job, and if it cannot, we do.
 _STACKS_SECONDS, _INTERRUPT_SECONDS = 1.0, (0.5, 5.0)
@@ -50,6 +53,22 @@ class Order:
     deadline: float
     coverage: dict | None
 
+    @property
+    def file(self) -> str:
+        """Where it lies. The pytest that gave it holds a lock on the file while it lives."""
+        return os.path.join(self.folder, _ORDER_FILE)
+
+    def is_abandoned(self) -> bool:
+        """Whether the pytest that gave it is gone."""
+        try:
+            with open(self.file) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:
+            return True
+        return True
+
     def report_file(self, rank: int) -> str:
         """Where a rank adds a line for each event."""
         return os.path.join(self.folder, f"rank-{rank}.jsonl")
@@ -68,7 +87,7 @@ def read_order() -> Order | None:
     folder = os.environ.pop(_VARIABLE, None)
     if folder is None:
         return None
-    values = json.loads(Path(folder, "order.json").read_text())
+    values = json.loads(Path(folder, _ORDER_FILE).read_text())
     return Order(**values | {"tests": tuple(values["tests"])})
 
 
@@ -144,7 +163,10 @@ class Job:
         self._order = Order(
             folder, str(path), tuple(tests), time.time() + needs.timeout, measure.settings()
         )
-        Path(folder, "order.json").write_text(json.dumps(asdict(self._order)))
+        self._lock = open(self._order.file, "w")  # noqa: SIM115
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock.write(json.dumps(asdict(self._order)))
+        self._lock.flush()
         self.logs = [
             RankLog(self._order.report_file(rank), f"rank {rank} of {self.size}")
             for rank in range(self.size)
@@ -213,7 +235,7 @@ class Job:
         for rank, log in enumerate(self.logs):
             path = Path(self._order.stacks_file(rank))
             text = path.read_text(errors="replace") if path.exists() else ""
-            found.append((log.place, text or "(it wrote none)"))
+            found.append((log.place, _own_frames(text) or "(it wrote none)"))
         return found
 
     def stop(self):
@@ -230,6 +252,7 @@ class Job:
         """Ends the job and removes its folder."""
         self.stop()
         measure.collect(self._order.coverage_file(rank) for rank in range(self.size))
+        self._lock.close()
         self._folder.cleanup()
 
     @property
@@ -246,6 +269,12 @@ class Job:
             self._shown += len(new)
             sys.stdout.write(new.decode(errors="replace"))
             sys.stdout.flush()
+
+
+def _own_frames(stacks: str) -> str:
+    """What faulthandler wrote, without the watchdog's thread, and without what called the test."""
+    threads = [text for text in stacks.split("\n\n") if "pytest_plugin/watchdog.py" not in text]
+    return "\n\n".join(re.split(r"^  File .*/_pytest/", text, flags=re.M)[0] for text in threads)
 
 
 def _wait(process, seconds):

@@ -143,6 +143,6 @@ def _phases(merged, item, problem) -> list[pytest.TestReport]:
             captured = merged["call"].sections if "call" in merged else []
             merged["call"] = reports.lost(item, problem.text, [*captured, *problem.sections])
         elif isinstance(failed.longrepr, reports.Failures):
-            failed.longrepr.notes.append(problem.text)
+            failed.longrepr.notes.append(f"Other ranks were still in the test. {problem.text}")
     merged.setdefault("teardown", reports.passed_teardown(item))
     return [merged[phase] for phase in _PHASES if phase in merged]
