@@ -1,0 +1,68 @@
+"""The batch scripts of examples/slurm run as they are, on a real SLURM."""
+
+import re
+import shutil
+
+import pytest
+from support import jobs, slurm
+
+EXAMPLES = jobs.REPOSITORY / "examples" / "slurm"
+STEPS = 40
+
+
+@pytest.fixture
+def folder(tmp_path, slurm_nodes):
+    """A copy of the examples: what runs there leaves files."""
+    return shutil.copytree(EXAMPLES, tmp_path / "slurm")
+
+
+def steps(output):
+    """The numbers of the steps that rank 0 has shown."""
+    return list(map(int, re.findall(r"^\[0\] step (\d+): loss", output, re.MULTILINE)))
+
+
+def test_one_node(folder):
+    job = slurm.submit(folder / "one_node.sbatch", "--steps", "3")
+    state = job.wait()
+    assert (state.name, state.code) == ("COMPLETED", 0), job.output
+    assert steps(job.output) == [0, 1, 2]
+    assert re.search(r"2 ranks by srun --mpi=\w+", job.output)
+
+
+def test_several_nodes(folder, two_slurm_nodes):
+    job = slurm.submit(folder / "several_nodes.sbatch", "--steps", "3")
+    state = job.wait()
+    assert (state.name, state.code) == ("COMPLETED", 0), job.output
+    assert steps(job.output) == [0, 1, 2]
+    assert re.search(r"4 ranks by srun --mpi=\w+", job.output)
+
+
+def test_array(folder):
+    job = slurm.submit(folder / "array.sbatch", "--steps", "2", options=["--array=0-1"])
+    for seed in (0, 1):
+        task = slurm.Job(f"{job.number}_{seed}", job.log)
+        assert task.wait().name == "COMPLETED", job.output
+    assert len(set(re.findall(r"step 1: loss (\S+)", job.output))) == 2  # another for each seed
+    assert (folder / "seed_0.state").read_bytes() != (folder / "seed_1.state").read_bytes()
+
+
+def test_preempted_and_requeued(folder):
+    """Preempted in the middle, it ends with the same bits as if it had never been."""
+    preempted = slurm.submit(
+        *(folder / "preempt_requeue.sbatch", "--state", "one"),
+        *("--steps", str(STEPS), "--pause", "0.1"),  # long enough to be interrupted
+    )
+    preempted.wait_until(lambda: "step 2:" in preempted.output)
+    preempted.signal("USR1")
+    preempted.wait_until(lambda: preempted.state().restarts == 1)
+    last = steps(preempted.output)[-1]
+    assert last < STEPS - 1
+    assert (folder / "one").exists()
+    preempted.start_now()
+    state = preempted.wait()
+    assert (state.name, state.code) == ("COMPLETED", 0), preempted.output
+    assert steps(preempted.output) == list(range(STEPS))  # each step once
+
+    whole = slurm.submit(folder / "one_node.sbatch", "--state", "other", "--steps", str(STEPS))
+    assert whole.wait().name == "COMPLETED", whole.output
+    assert (folder / "one").read_bytes() == (folder / "other").read_bytes()
