@@ -22,6 +22,8 @@ __all__ = ["join_ranks", "start_alone"]
 
 logger = logging.getLogger("multimesh")
 
+_MMRUN_COMES_FIRST = 5.0  # seconds: it can name the rank that is missing
+
 
 @dataclass(frozen=True)
 class _Answer:
@@ -50,11 +52,9 @@ def join_ranks(cpus: int | None, collectives: str | None, launcher: Launcher):
     config = read_config()
     # MPI starts only when every rank does. Only mmrun can see from outside which one does not.
     is_watched = wire.notify(wire.Kind.JOINING, {"timeout": config.start_timeout})
-    _wait_until_every_rank_calls_init(None if is_watched else config.start_timeout)
-    size = _mpi.load().COMM_WORLD.Get_size()
-    _check_size(launcher, size)
+    limit = config.start_timeout + (_MMRUN_COMES_FIRST if is_watched else 0)
+    answers = _wait_until_every_rank_calls_init(cpus, collectives, launcher, limit)
     communicator = _mpi.communicator()
-    answers = communicator.allgather(_answer(cpus, collectives, size))
     _check_agreement(answers)
     rank, places = communicator.Get_rank(), [answer.place for answer in answers]
     configure_jax(answers[rank].devices.cpus, _gpus_of_rank(rank, answers), "gloo")
@@ -65,16 +65,17 @@ def join_ranks(cpus: int | None, collectives: str | None, launcher: Launcher):
     ending.end_together(communicator.Dup())
 
 
-def _wait_until_every_rank_calls_init(timeout: float | None):
-    """Starts MPI, which waits for every rank; after the timeout, if any, this process ends."""
-    if timeout is None:
-        _mpi.load()
-        return
-    # MPI keeps the interpreter to itself while it waits: only C code can still end it. All that
+def _wait_until_every_rank_calls_init(cpus, collectives, launcher, limit) -> list[_Answer]:
+    """Starts MPI and gathers what each rank was asked for; this process ends after the limit."""
+    # MPI keeps the interpreter to itself while it starts: only C code can still end it. All that
     # this code can show is Python's stack, so the name of this function is the message.
-    faulthandler.dump_traceback_later(timeout, exit=True, file=2)
-    _mpi.load()
-    faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(limit, exit=True, file=2)
+    try:
+        size = _mpi.load().COMM_WORLD.Get_size()
+        _check_size(launcher, size)
+        return _mpi.communicator().allgather(_answer(cpus, collectives, size))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _check_size(launcher: Launcher, size: int):

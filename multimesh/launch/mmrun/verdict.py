@@ -120,9 +120,15 @@ class Verdict:
 
     def lose(self, number: int):
         """A rank's supervisor has closed its connection."""
-        if not self._ranks[number].is_gone:
-            place = self.place(number)
+        if self._ranks[number].is_gone:
+            return
+        place = self.place(number)
+        if self.request is None:
             self.fail(number, f"{place} vanished without saying how it ended", 1)
+        else:
+            # srun ends all ranks with the first one that leaves without finalizing MPI.
+            text = f"{_asked(self.request)}; {place} was killed by what had started it"
+            self._fail_as_asked(self.request, text)
 
     def fail(self, rank: int | None, reason: str, exit_code: int, traceback: str = ""):
         """Records a failure, if it is the first."""
@@ -134,7 +140,7 @@ class Verdict:
         if self.request is None:
             self.request = request
             text = f"{_asked(request)}; killed after {self.grace:g} s of grace"
-            self._limit(request, self.grace, lambda: self.fail(None, text, request.exit_code))
+            self._limit("grace", self.grace, lambda: self._fail_as_asked(request, text))
 
     def patience(self) -> float | None:
         """Seconds until `check_limits` has something to do, or None if nobody waits."""
@@ -159,9 +165,12 @@ class Verdict:
             text = f"mpiexec ended with code {mpiexec_code}, and killed {places} first"
             self.fail(None, text, code)
         elif self.request is not None:
-            rank, traceback = self._traceback or (None, "")
             text = f"{_asked(self.request)}; all ranks ended in time"
-            self.fail(rank, text, self.request.exit_code, traceback)
+            self._fail_as_asked(self.request, text)
+
+    def are_all_gone(self) -> bool:
+        """Whether every rank has reported its end."""
+        return all(state.is_gone for state in self._ranks.values())
 
     def place(self, number: int) -> str:
         """A rank and its host, for a message."""
@@ -171,6 +180,10 @@ class Verdict:
         """By which signal a rank's process is stopped, or "" if it is not, or is no rank's."""
         code = 0 if number is None else self._ranks[number].stop_signal
         return _signal_name(code) if code else ""
+
+    def _fail_as_asked(self, request, text):
+        rank, traceback = self._traceback or (None, "")
+        self.fail(rank, text, request.exit_code, traceback)
 
     def _limit(self, key, seconds, act):
         self._limits[key] = (time.monotonic() + seconds, act)

@@ -61,6 +61,7 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._parsers: dict[socket.socket, wire.Parser] = {}
         self._ranks: dict[socket.socket, int] = {}  # the supervisors' connections
+        self._held: list[socket.socket] = []  # those of ranks that have ended before others may
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
 
@@ -121,13 +122,12 @@ class Job:
         """Returns what passes on a line that was typed on the terminal."""
 
         def relay(terminal):
-            is_ours = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-            data = os.read(terminal.fileno(), 65536) if is_ours else b""
             try:
+                data = os.read(terminal.fileno(), 65536) if _may_read(terminal) else b""
                 stream.write(data)
                 stream.flush()
             except OSError:
-                data = b""  # mpiexec does not listen
+                data = b""  # the terminal is gone, or mpiexec does not listen
             if not data:
                 self._selector.unregister(terminal)
                 stream.close()
@@ -135,7 +135,7 @@ class Job:
         return relay
 
     def _follow(self, mpiexec):
-        while mpiexec.poll() is None:
+        while mpiexec.poll() is None and not self._have_all_answered():
             for key, _ in self._selector.select(self._patience()):
                 # An earlier handler of this round may have closed it.
                 if key.fd in self._selector.get_map():
@@ -144,9 +144,15 @@ class Job:
             if self._verdict.failure:
                 self._end(mpiexec, self._verdict.failure)
         self._drain()
+        self._release()
         for key in list(self._selector.get_map().values()):
             if key.data == self._read_mpiexec:
                 self._read_mpiexec(key.fileobj)
+
+    def _have_all_answered(self) -> bool:
+        """Whether a job that was asked to end has done so, and only mpiexec is left."""
+        verdict = self._verdict
+        return verdict.request is not None and verdict.are_all_gone() and not self._ranks
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without having heard anything."""
@@ -169,6 +175,7 @@ class Job:
             self._stopped_at = now
             for connection in list(self._parsers):
                 self._close(connection)
+            self._release()
             self._selector.unregister(self._listener)
             self._listener.close()
         waited = now - self._stopped_at
@@ -208,9 +215,12 @@ class Job:
             data = b""
         if not data:
             rank = self._ranks.get(connection)
-            self._close(connection)
             if rank is not None:
                 self._verdict.lose(rank)
+                if self._verdict.request and not self._verdict.failure:
+                    # Its supervisor's end would make mpiexec end the others, which have time.
+                    self._held.append(connection.dup())
+            self._close(connection)
             return False
         try:
             messages = self._parsers[connection].feed(data)
@@ -280,6 +290,10 @@ class Job:
             except OSError:  # it is about to be found closed
                 continue
 
+    def _release(self):
+        while self._held:
+            self._held.pop().close()
+
     def _close(self, connection):
         self._selector.unregister(connection)
         self._parsers.pop(connection)
@@ -296,6 +310,14 @@ class Job:
             self._console.show(failure.rank, failure.traceback.encode())
         self._console.say(f"mmrun: {failure.reason}")
         return failure.exit_code
+
+
+def _may_read(terminal) -> bool:
+    """Whether reading the terminal will not stop this process: it is not in the background."""
+    try:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # it is not this process's terminal, and does not control it
+        return True
 
 
 def _wait_or_kill(process):

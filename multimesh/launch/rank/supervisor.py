@@ -136,6 +136,10 @@ class Supervisor:
             # this is the one to be reported.
             self._send(wire.Kind.EXIT, {"code": self._code, "signal": self._signal})
             self._drain(_DRAIN_SECONDS_AFTER_FAILURE if self._code else _DRAIN_SECONDS)
+            self._connection.shutdown(socket.SHUT_WR)
+            while self._code:
+                # mpiexec would end the job on such a code; whether and when is for mmrun to say.
+                self._pump(None)
         except OSError:  # mmrun is gone or has closed the connection: the job is over
             self._code = self._code or 1
         if self._code:
