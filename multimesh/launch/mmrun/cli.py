@@ -104,6 +104,8 @@ def _rank_environment(options: Options) -> dict[str, str]:
     for variable, option in _VARIABLES.items():
         if getattr(options, option) is not None:
             environ[variable] = f"{getattr(options, option):g}"
+    if options.stacks:
+        environ["MULTIMESH_STACKS"] = "1"
     return environ
 
 

@@ -24,6 +24,7 @@ class Options:
       stall_timeout: Seconds a rank waits for another before the job ends, or None for the
         environment's, or the default.
       start_timeout: Seconds within which every rank must have called `init`, or None likewise.
+      stacks: Whether the report of a hang shows the Python stacks of every rank.
       grace: Seconds that ranks have to save after a preemption notice.
       only_rank: The one rank whose output is shown, or None for all.
       log_dir: A folder for one file of output per rank, or None.
@@ -42,6 +43,7 @@ class Options:
     bind: str = "cores"
     stall_timeout: float | None = None
     start_timeout: float | None = None
+    stacks: bool = False
     grace: float = 30.0
     only_rank: int | None = None
     log_dir: str | None = None
@@ -128,6 +130,9 @@ def _add_limits(group):
         type=_seconds,
         metavar="S",
         help="seconds a rank waits for another before the job ends with a report (default: 120)",
+    )
+    group.add_argument(
+        "--stacks", action="store_true", help="show every rank's Python stacks in that report"
     )
     group.add_argument(
         "--start-timeout",
