@@ -11,6 +11,8 @@ from support.faults.job import CLEANUP, Ended, promised_seconds
 
 __all__ = ["PROMISES", "broken_promises"]
 
+# Not the announcement that a rank "is stopped": it may go on again.
+_SUMMARY = re.compile(r"mmrun: (?!.* is stopped by ).*\brank \d+ on ")
 _CHAINED = r"The above exception was the direct cause|During handling of the above exception"
 
 
@@ -51,7 +53,7 @@ def says_it_in_one_last_line(cell: Cell, ended: Ended) -> str:
         return ""
     place = f"rank {cell.place.rank} on {socket.gethostname()}"
     lines = ended.stderr.splitlines() or [""]
-    summaries = [line for line in lines if re.match(r"mmrun: .*\brank \d+ on ", line)]
+    summaries = [line for line in lines if _SUMMARY.match(line)]
     if len(summaries) != 1 or lines[-1] != summaries[0] or place not in lines[-1]:
         return f"no single last line that names {place}, but {summaries}"
     # The job's code, or the 0 that was not due and became a 1.

@@ -17,9 +17,11 @@ from support.processes import with_variable
 __all__ = ["CLEANUP", "PROMPT", "Ended", "promised_seconds", "run_cell"]
 
 PROGRAM = Path(__file__).parent / "program" / "train.py"
-# All in seconds. A fault that somebody sees ends the job promptly; if it is silent, a timeout must
-# take notice, and a moment later the job has ended. Then its processes have a moment to go.
+# All in seconds. A fault that somebody sees ends the job promptly. If it is silent, the others first
+# arrive where they wait, then a timeout passes, and a moment later the job has ended. Then its
+# processes have a moment to go.
 PROMPT = 10
+ARRIVAL = 5
 NOTICE = 5
 CLEANUP = 5
 STALL_TIMEOUT = 8
@@ -63,7 +65,7 @@ def promised_seconds(cell: Cell) -> float:
     """Within how many seconds of the fault the job must end."""
     if not cell.is_silent:
         return PROMPT
-    return NOTICE + (START_TIMEOUT if cell.moment == "before-init" else STALL_TIMEOUT)
+    return ARRIVAL + NOTICE + (START_TIMEOUT if cell.moment == "before-init" else STALL_TIMEOUT)
 
 
 def run_cell(cell: Cell) -> Ended:
@@ -116,6 +118,7 @@ def _environment(cell, tag):
         "MULTIMESH_STALL_TIMEOUT": str(stall_timeout),
         "MULTIMESH_START_TIMEOUT": str(START_TIMEOUT),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "JAX_TRACEBACK_FILTERING": "off",  # it adds a line after the exception
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         # What mmrun would set for Open MPI in a container; without effect elsewhere.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
