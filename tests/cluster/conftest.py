@@ -1,7 +1,20 @@
-"""A SLURM for the tests of this folder: one that is up already, or none."""
+"""A SLURM and two hosts for the tests of this folder; without them its tests are skipped."""
+
+import contextlib
 
 import pytest
-from support import slurm
+from support import host_lab, slurm
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory):
+    """Two emulated hosts."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lab = stack.enter_context(host_lab.open_hosts(tmp_path_factory.mktemp("hosts")))
+        except OSError as exc:
+            pytest.skip(f"there are no emulated hosts: {exc}")
+        yield lab
 
 
 @pytest.fixture(scope="session")
