@@ -15,6 +15,7 @@ import time
 
 from multimesh.launch import failure
 from multimesh.launch.activity import Wait, activity
+from multimesh.launch.frames import OWN_THREADS
 from multimesh.launch.stall import monitor
 
 __all__ = ["end_together"]
@@ -32,7 +33,9 @@ def end_together(communicator):
     """
     exits = _ExitWatch()
     sys.exit = exits
-    threading.Thread(target=_leave_with_error, args=(exits,), daemon=True).start()
+    threading.Thread(
+        target=_leave_with_error, args=(exits,), name=f"{OWN_THREADS} ending", daemon=True
+    ).start()
     process = os.getpid()
 
     def meet():

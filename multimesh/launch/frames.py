@@ -15,7 +15,9 @@ import traceback
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
-__all__ = ["Position", "main_position", "main_stack", "stacks"]
+__all__ = ["OWN_THREADS", "Position", "main_position", "main_stack", "stacks"]
+
+OWN_THREADS = "multimesh"  # the names of this package's own threads begin so
 
 # mpi4py's methods that may wait for other ranks: recv of pickles, Recv of buffers, and the like.
 _MPI_WAIT = re.compile(
@@ -60,18 +62,22 @@ def main_position() -> Position:
 
 def main_stack() -> str:
     """The stack of the main thread as in a traceback, from the user's program on."""
-    stack = traceback.extract_stack(_innermost(threading.main_thread()))
-    own = [place for place, call in enumerate(stack) if not _is_library(call.filename)]
-    return "".join(traceback.format_list(stack[own[0] if own else 0 :]))
+    return _stack(threading.main_thread())
 
 
 def stacks() -> str:
-    """The stacks of all Python threads but the one that asks, innermost call last."""
+    """The stacks of all Python threads but those of this package, innermost call last."""
     return "".join(
-        f"Thread {thread.name}:\n" + "".join(traceback.format_stack(_innermost(thread)))
+        f"Thread {thread.name}:\n{_stack(thread)}"
         for thread in threading.enumerate()
-        if thread is not threading.current_thread()
+        if not thread.name.startswith(OWN_THREADS)
     )
+
+
+def _stack(thread):
+    stack = traceback.extract_stack(_innermost(thread))
+    own = [place for place, call in enumerate(stack) if not _is_library(call.filename)]
+    return "".join(traceback.format_list(stack[own[0] if own else 0 :]))
 
 
 def _innermost(thread: threading.Thread) -> FrameType | None:

@@ -52,7 +52,7 @@ def is_stuck(before: Answers, now: Answers, size: int, timeout: float) -> bool:
 
 def find_cycle(answers: Answers) -> list[int]:
     """Ranks that wait for one another, each for the next and the last for the first, or []."""
-    for start in answers:
+    for start in sorted(answers):
         path = _follow(answers, start)
         if path[-1] in path[:-1]:
             return path[path.index(path[-1]) : -1]

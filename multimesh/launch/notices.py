@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from multimesh.launch.frames import OWN_THREADS
+
 __all__ = ["Notices"]
 
 _COUNTER = "multimesh/notices"
@@ -110,7 +112,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
         with suppress(jax.errors.JaxRuntimeError):
             results.append(call())
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run, name=f"{OWN_THREADS} call", daemon=True)
     thread.start()
     thread.join(seconds)
     return results[0] if results else None

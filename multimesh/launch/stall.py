@@ -20,8 +20,9 @@ from dataclasses import asdict
 
 from multimesh import _compat
 from multimesh.errors import StallError
-from multimesh.launch import failure, frames, wire
+from multimesh.launch import failure, wire
 from multimesh.launch.activity import activity
+from multimesh.launch.frames import OWN_THREADS, main_stack, stacks
 from multimesh.launch.hang import Answer, Answers, find_culprit, is_stuck, report
 from multimesh.launch.movement import Movement
 from multimesh.launch.notices import Notices
@@ -66,8 +67,8 @@ class Monitor:
         self._timeout, self._with_stacks = timeout, with_stacks
         self._movement = Movement()
         self._threads = [
-            threading.Thread(target=self._listen, name="multimesh listener", daemon=True),
-            threading.Thread(target=self._watch, name="multimesh watcher", daemon=True),
+            threading.Thread(target=self._listen, name=f"{OWN_THREADS} listener", daemon=True),
+            threading.Thread(target=self._watch, name=f"{OWN_THREADS} watcher", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -137,7 +138,7 @@ class Monitor:
             still=still,
             is_waiting=sample.is_polling or present.is_in_step,
             waits_for=present.waits_for,
-            stacks=frames.stacks() if self._with_stacks else "",
+            stacks=stacks() if self._with_stacks else "",
         )
 
     # The watcher
@@ -160,7 +161,7 @@ class Monitor:
         title = f"No rank has moved for {self._timeout:g} s."
         self._publish(title, answers)
         text = (
-            f"Traceback (most recent call last):\n{frames.main_stack()}"
+            f"Traceback (most recent call last):\n{main_stack()}"
             f"{StallError.__module__}.{StallError.__name__}: {title} Rank {self._rank} is "
             f"{answers[self._rank].text}. Look for what the ranks wait for, or raise "
             "MULTIMESH_STALL_TIMEOUT.\n"
