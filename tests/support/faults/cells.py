@@ -100,12 +100,12 @@ KINDS = (
     ),
     Kind(
         "atexit",
-        "an exception in an exit hook, registered",
+        "an exception in an exit hook",
         has_traceback=True,
         meaningless={
-            "before-first-step": "the hook runs at the same moment as one registered at the end",
+            "before-first-step": "a hook registered then runs at the same moment as one registered at the end",
             "in-step": _NO_USER_CODE,
-            "between-steps": "the hook runs at the same moment as one registered at the end",
+            "between-steps": "a hook registered then runs at the same moment as one registered at the end",
         },
     ),
 )
@@ -156,11 +156,6 @@ class Cell:
     moment: str
     place: Place
     launcher: Launcher
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether only a timeout can notice: mmrun alone sees a rank leave with code 0."""
-        return self.kind.is_silent or (self.kind.leaves_with_0 and not self.launcher.is_mmrun)
 
     def __str__(self):
         rank, ranks = self.place.rank, self.place.ranks

@@ -7,7 +7,7 @@ import re
 import socket
 
 from support.faults.cells import Cell
-from support.faults.job import CLEANUP, Ended, promised_seconds
+from support.faults.job import CLEANUP_SECONDS, Ended, promised_seconds
 
 __all__ = ["PROMISES", "broken_promises"]
 
@@ -67,7 +67,7 @@ def says_it_in_one_last_line(cell: Cell, ended: Ended) -> str:
 
 
 def leaves_no_process(cell: Cell, ended: Ended) -> str:
-    return f"{CLEANUP} s later there are {ended.left}" if ended.left else ""
+    return f"{CLEANUP_SECONDS} s later there are {ended.left}" if ended.left else ""
 
 
 PROMISES = {

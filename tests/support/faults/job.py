@@ -11,19 +11,19 @@ from pathlib import Path
 
 from support.faults.cells import Cell
 from support.faults.launchers import command
+from support.faults.limits import PROMPT, excused_promises
 from support.jobs import clean_environment
 from support.processes import with_variable
 
-__all__ = ["CLEANUP", "PROMPT", "Ended", "promised_seconds", "run_cell"]
+__all__ = ["CLEANUP_SECONDS", "Ended", "promised_seconds", "run_cell"]
 
 PROGRAM = Path(__file__).parent / "program" / "train.py"
-# All in seconds. A fault that somebody sees ends the job promptly. If it is silent, the others first
-# arrive where they wait, then a timeout passes, and a moment later the job has ended. Then its
-# processes have a moment to go.
-PROMPT = 10
-ARRIVAL = 5
-NOTICE = 5
-CLEANUP = 5
+# All in seconds. A fault that somebody sees ends the job promptly. If nobody does, the others arrive
+# where they wait, a timeout passes, and a moment later the job has ended.
+PROMPT_SECONDS = 10
+ARRIVAL_SECONDS = 5
+NOTICE_SECONDS = 5
+CLEANUP_SECONDS = 5  # for the job's processes, after its end
 STALL_TIMEOUT = 8
 START_TIMEOUT = 15
 # Where no timeout should be what ends the job.
@@ -61,11 +61,20 @@ class Ended:
         return self.stdout + self.stderr
 
 
+def is_prompt(cell: Cell) -> bool:
+    """Whether somebody sees the fault itself, so that no timeout has to pass."""
+    return not cell.kind.is_silent and PROMPT not in excused_promises(cell)
+
+
 def promised_seconds(cell: Cell) -> float:
     """Within how many seconds of the fault the job must end."""
-    if not cell.is_silent:
-        return PROMPT
-    return ARRIVAL + NOTICE + (START_TIMEOUT if cell.moment == "before-init" else STALL_TIMEOUT)
+    if is_prompt(cell):
+        return PROMPT_SECONDS
+    return (
+        ARRIVAL_SECONDS
+        + NOTICE_SECONDS
+        + (START_TIMEOUT if cell.moment == "before-init" else STALL_TIMEOUT)
+    )
 
 
 def run_cell(cell: Cell) -> Ended:
@@ -112,7 +121,7 @@ def _command(cell, struck):
 
 
 def _environment(cell, tag):
-    stall_timeout = STALL_TIMEOUT if cell.is_silent else _LONG_STALL_TIMEOUT
+    stall_timeout = _LONG_STALL_TIMEOUT if is_prompt(cell) else STALL_TIMEOUT
     return clean_environment() | {
         _TAG: tag,
         "MULTIMESH_STALL_TIMEOUT": str(stall_timeout),
@@ -146,7 +155,7 @@ def _wait(process, struck, limit):
 
 def _wait_for_cleanup(tag) -> tuple[str, ...]:
     """The processes that are left when their time is over."""
-    deadline = time.time() + CLEANUP
+    deadline = time.time() + CLEANUP_SECONDS
     while processes := with_variable(_TAG, tag):
         if time.time() > deadline:
             return tuple(f"{pid}: {command}" for pid, command in processes.items())
