@@ -59,8 +59,23 @@ def find_cycle(answers: Answers) -> list[int]:
     return []
 
 
-def find_culprit(answers: Answers, rank: int) -> int | None:
-    """The rank that `rank` waits for in the end; None if it is in a cycle, or waits for none."""
+def find_culprit(answers: Answers, rank: int, size: int) -> int | None:
+    """The rank that a job hangs because of, as `rank` sees it.
+
+    Args:
+      answers: Of the ranks that answered.
+      rank: The rank that asked.
+      size: Number of ranks.
+
+    Returns:
+      The only rank that does not answer, or else the one that `rank` waits for in the end; None if
+      that is a cycle, or `rank` waits for none.
+    """
+    silent = set(range(size)) - answers.keys()
+    if 0 in silent:
+        return 0  # without it, the others cannot answer
+    if len(silent) == 1:
+        return silent.pop()
     path = _follow(answers, rank)
     return path[-1] if len(path) > 1 and path[-1] not in path[:-1] else None
 
@@ -91,12 +106,16 @@ def report(title: str, answers: Answers, hosts: Sequence[str]) -> str:
     lines = [f"multimesh: {title} What every rank does:"]
     for rank, host in enumerate(hosts):
         answer = answers.get(rank)
-        text = "does not answer: it is stopped, or its interpreter is blocked"
         if answer is not None:
-            text = answer.text
-        lines.append(f"  rank {rank} on {host}: {text}")
-        if answer is not None and answer.stacks:
+            lines.append(f"  rank {rank} on {host}: {answer.text}")
             lines += [f"    {line}" for line in answer.stacks.splitlines()]
+        elif rank > 0 and 0 not in answers:
+            lines.append(f"  rank {rank} on {host}: cannot be asked without rank 0")
+        else:
+            lines.append(
+                f"  rank {rank} on {host}: does not answer: it is stopped, or its interpreter is "
+                "blocked"
+            )
     cycle = find_cycle(answers)
     if cycle:
         waits = zip(cycle, [*cycle[1:], cycle[0]], strict=True)

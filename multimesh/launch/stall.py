@@ -30,7 +30,7 @@ from multimesh.launch.notices import Notices
 __all__ = ["Monitor", "monitor"]
 
 _SILENT_AFTER = 2.0  # seconds: a rank that has not answered by then does not run
-_PRINT_WITHIN = 1.0  # seconds for rank 0 to print a report
+_PRINT_WITHIN = 1.5  # seconds for rank 0 to print a report
 _PASS_ON = 0.2  # seconds for what was printed to reach the screen before the job ends
 _GIVE_WAY = 1.0  # seconds for the rank whose report is shown to end the job
 _LOOK_EVERY = 2.0  # seconds at most
@@ -88,7 +88,7 @@ class Monitor:
             return None
         answers = self._inquire()
         self._publish(title, answers)
-        return find_culprit(answers, self._rank)
+        return find_culprit(answers, self._rank, len(self._hosts))
 
     def say_ended(self) -> None:
         """Tells the other ranks that this rank's program has ended, with exit code 0."""
@@ -166,7 +166,7 @@ class Monitor:
             f"{answers[self._rank].text}. Look for what the ranks wait for, or raise "
             "MULTIMESH_STALL_TIMEOUT.\n"
         )
-        culprit = find_culprit(answers, self._rank)
+        culprit = find_culprit(answers, self._rank, len(self._hosts))
         failing = {"code": 1, "traceback": text, "culprit": culprit}
         if not wire.notify(wire.Kind.FAILING, failing):
             _print(text)

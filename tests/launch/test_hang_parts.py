@@ -55,17 +55,18 @@ def answers(still=10.0, is_waiting=True, **waits_for):
 @pytest.mark.parametrize(
     ("waits_for", "cycle", "culprit_of_0"),
     [
-        ({"r0": [1], "r1": [0]}, [0, 1], None),
+        ({"r0": [1], "r1": [0], "r2": [0]}, [0, 1], None),
         ({"r0": [1], "r1": [2], "r2": [1]}, [1, 2], None),
         ({"r0": [1], "r1": [2], "r2": []}, [], 2),
-        ({"r0": [1], "r1": [2]}, [], 2),  # rank 2 does not answer
+        ({"r0": [1], "r1": []}, [], 2),  # rank 2 does not answer
         ({"r0": [1, 2], "r1": [0], "r2": []}, [], 2),
-        ({"r0": [], "r1": [0]}, [], None),
+        ({"r0": [], "r1": [0], "r2": []}, [], None),
+        ({"r1": [2], "r2": [1]}, [1, 2], 0),
     ],
 )
 def test_who_waits_for_whom(waits_for, cycle, culprit_of_0):
     assert find_cycle(answers(**waits_for)) == cycle
-    assert find_culprit(answers(**waits_for), 0) == culprit_of_0
+    assert find_culprit(answers(**waits_for), 0, size=3) == culprit_of_0
 
 
 def test_a_report_has_a_line_for_every_rank():
@@ -77,6 +78,15 @@ def test_a_report_has_a_line_for_every_rank():
         "  rank 2 on n2: does not answer: it is stopped, or its interpreter is blocked\n"
         "  a cycle: rank 0 waits for rank 1, rank 1 waits for rank 0\n"
     )
+
+
+def test_without_rank_0_the_others_cannot_be_asked():
+    lines = report("It hangs.", answers(r1=[0]), ["n1", "n1", "n2"]).splitlines()
+    assert lines[1].startswith("  rank 0 on n1: does not answer")
+    assert lines[2:] == [
+        "  rank 1 on n1: does r1",
+        "  rank 2 on n2: cannot be asked without rank 0",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ ENDINGS = {
     "two messages that nobody sends": (
         ["take()", "take()"],
         [
-            r"rank 0 on \S+: .* waits \d\.\d s for rank 1 to send microbatch 2 of F0 -> F1 to rank 0",
-            r"rank 1 on \S+: .* waits \d\.\d s for rank 0 to send microbatch 2 of F0 -> F1 to rank 1",
+            r"0 on \S+: .* waits \d\.\d s for rank 1 to send microbatch 2 of F0 -> F1 to rank 0",
+            r"1 on \S+: .* waits \d\.\d s for rank 0 to send microbatch 2 of F0 -> F1 to rank 1",
             r"cycle: rank 0 waits for rank 1, rank 1 waits for rank 0",
             r"StallError: Rank (\d) waited 3 s for rank \d to send microbatch 2 of F0 -> F1 to",
         ],
