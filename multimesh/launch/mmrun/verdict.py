@@ -162,8 +162,8 @@ class Verdict:
         if unheard:
             code = mpiexec_code if 0 < mpiexec_code < 256 else 1
             places = ", ".join(map(self.place, unheard))
-            text = f"mpiexec ended with code {mpiexec_code}, and killed {places} first"
-            self.fail(None, text, code)
+            how = f"code {code}" if mpiexec_code >= 0 else _signal_name(-mpiexec_code)
+            self.fail(None, f"mpiexec ended with {how} before {places} could say why", code)
         elif self.request is not None:
             text = f"{_asked(self.request)}; all ranks ended in time"
             self._fail_as_asked(self.request, text)
