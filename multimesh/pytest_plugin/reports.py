@@ -1,6 +1,7 @@
 """The reports of several ranks about one test, as the one report that is shown."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,10 +69,11 @@ def merge(reports: Mapping[int, pytest.TestReport], places: Sequence[str]) -> py
 
 
 def _failures(failed: Mapping[str, pytest.TestReport]) -> "Failures":
-    """Their tracebacks; one that is the same on several ranks is shown once."""
+    """Their tracebacks; one that is the same on several ranks, but for addresses, is shown once."""
     by_text: dict[str, tuple[list[str], Any]] = {}
     for place, report in failed.items():
-        by_text.setdefault(str(report.longrepr), ([], report.longrepr))[0].append(place)
+        text = re.sub(r"\b0x[0-9a-f]+", "0x", str(report.longrepr))
+        by_text.setdefault(text, ([], report.longrepr))[0].append(place)
     return Failures({", ".join(places): traceback for places, traceback in by_text.values()})
 
 
