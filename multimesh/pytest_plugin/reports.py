@@ -55,7 +55,9 @@ def merge(reports: Mapping[int, pytest.TestReport], places: Sequence[str]) -> py
     ranks = sorted(reports)
     first: Any = reports[min(ranks, key=lambda rank: (_weight(reports[rank]), rank))]
     if first.failed and len(places) > 1:
-        first.longrepr = _failures({places[r]: reports[r] for r in ranks if reports[r].failed})
+        first.longrepr = _failures(
+            {places[r]: reports[r] for r in ranks if reports[r].failed}, len(places)
+        )
     if len(places) > 1:
         first.sections = [
             (f"{title} (rank {rank})", text)
@@ -68,13 +70,18 @@ def merge(reports: Mapping[int, pytest.TestReport], places: Sequence[str]) -> py
     return first
 
 
-def _failures(failed: Mapping[str, pytest.TestReport]) -> "Failures":
+def _failures(failed: Mapping[str, pytest.TestReport], size: int) -> "Failures":
     """Their tracebacks; one that is the same on several ranks, but for addresses, is shown once."""
     by_text: dict[str, tuple[list[str], Any]] = {}
     for place, report in failed.items():
         text = re.sub(r"\b0x[0-9a-f]+", "0x", str(report.longrepr))
         by_text.setdefault(text, ([], report.longrepr))[0].append(place)
-    return Failures({", ".join(places): traceback for places, traceback in by_text.values()})
+    return Failures(
+        {
+            f"all {size} ranks" if len(places) == size else ", ".join(places): traceback
+            for places, traceback in by_text.values()
+        }
+    )
 
 
 def _weight(report) -> int:

@@ -74,7 +74,7 @@ def test_every_outcome(write, run_pytest):
     assert re.search(r"Captured stdout call \(rank 0\) -+\nprinted by 0\n", one)
     assert re.search(r"Captured stdout call \(rank 1\) -+\nprinted by 1\n", one)
     both = ended.failure("test_fails_on_both")
-    assert re.match(r"-+ rank 0 of 2 on \S+, rank 1 of 2 on \S+ -+\n", both)
+    assert re.match(r"-+ all 2 ranks -+\n", both)
     assert both.count("assert 2 == 3") == 1
     assert re.search(
         r"FAILED test_it.py::test_fails_on_one - rank 1 of 2 on \S+: .*only here", ended.output
