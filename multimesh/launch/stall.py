@@ -82,13 +82,19 @@ class Monitor:
           title: What happened, as a sentence.
 
         Returns:
-          The rank that this one waits for in the end, where that is a single one.
+          The rank that the job hangs because of, where that is a single one.
         """
         if not self._threads:
             return None
         answers = self._inquire()
         self._publish(title, answers)
         return find_culprit(answers, self._rank, len(self._hosts))
+
+    def give_way(self) -> None:
+        """Lets one rank end the job, where several find the same fault at once: the first here."""
+        if self._threads:
+            self._notices.post(kind="report", rank=self._rank, text="")
+            self._await_turn()
 
     def say_ended(self) -> None:
         """Tells the other ranks that this rank's program has ended, with exit code 0."""
@@ -185,12 +191,25 @@ class Monitor:
     def _publish(self, title, answers):
         """Has rank 0 print a report, unless another rank's came first."""
         text = report(title, answers, self._hosts)
-        number = self._notices.post(kind="report", rank=self._rank, text=text)
-        if number is None or not self._is_printed.wait(_PRINT_WITHIN):
+        if 0 in answers and self._notices.post(kind="report", rank=self._rank, text=text):
+            if not self._await_turn():
+                _print(text)
+        else:
+            # Nobody can say whose report is the first: one rank after the other, then.
+            time.sleep(_GIVE_WAY * min(self._rank - 1, 3) / 2)
             _print(text)
-        elif self._reporter != self._rank:
-            time.sleep(_GIVE_WAY)
         time.sleep(_PASS_ON)
+
+    def _await_turn(self) -> bool:
+        """Waits until rank 0 has printed a report; gives way if it is another rank's.
+
+        Returns:
+          Whether rank 0 has printed one.
+        """
+        is_printed = self._is_printed.wait(_PRINT_WITHIN)
+        if is_printed and self._reporter != self._rank:
+            time.sleep(_GIVE_WAY)
+        return is_printed
 
 
 def _print(text):

@@ -99,6 +99,7 @@ def _too_long(wait, timeout, rank):
 
 
 def _in_vain(wait, ended, rank):
+    monitor().give_way()
     steps = activity().ended[ended]
     return _error(
         f"Rank {ended} ended its program with exit code 0 after {steps} steps, but rank {rank}, "
