@@ -6,7 +6,7 @@ import textwrap
 import uuid
 
 import pytest
-from support import processes, slurm
+from support import processes
 
 from multimesh.launch.mmrun.library import find_mpi
 
@@ -32,7 +32,7 @@ def program(tmp_path):
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request, slurm_nodes):
+def mpi(request):
     """(kind, interpreter) of each MPI."""
     if request.param == "openmpi":
         assert find_mpi(sys.executable).kind == "openmpi"
@@ -45,7 +45,7 @@ def mpi(request, slurm_nodes):
 PMI = {"openmpi": "pmix", "mpich": "pmi2"}
 
 
-def test_mmrun_uses_the_pmi_of_the_mpi(mpi, program):
+def test_mmrun_uses_the_pmi_of_the_mpi(slurm, mpi, program):
     kind, python = mpi
     result = slurm.salloc(2, "mmrun", python, program)
     assert result.returncode == 0, result.stderr
@@ -53,7 +53,7 @@ def test_mmrun_uses_the_pmi_of_the_mpi(mpi, program):
     assert set(result.stdout.splitlines()) == {f"[0] {JOINED}", f"[1] {JOINED}"}
 
 
-def test_bare_srun(mpi, program):
+def test_bare_srun(slurm, mpi, program):
     kind, python = mpi
     result = slurm.salloc(2, "srun", f"--mpi={PMI[kind]}", python, program)
     assert result.returncode == 0, result.stderr
@@ -61,7 +61,7 @@ def test_bare_srun(mpi, program):
 
 
 @pytest.mark.parametrize("pmi", ["none", "pmi2"])
-def test_a_wrong_pmi_is_an_error(mpi, program, pmi):
+def test_a_wrong_pmi_is_an_error(slurm, mpi, program, pmi):
     kind, python = mpi
     if PMI[kind] == pmi:
         pytest.skip("the right one")
@@ -72,17 +72,21 @@ def test_a_wrong_pmi_is_an_error(mpi, program, pmi):
     assert f"--mpi={PMI[kind]}" in result.stderr
 
 
-def test_two_jobs_in_one_allocation_do_not_meet(slurm_nodes, program):
+def test_two_jobs_in_one_allocation_do_not_meet(slurm, program):
     both = f"mmrun {sys.executable} {program} & mmrun {sys.executable} {program}; wait"
     result = slurm.salloc(2, "bash", "-c", both)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"[{rank}] {JOINED}" for rank in (0, 0, 1, 1)]
 
 
-def test_a_cancelled_job_leaves_no_process(slurm_nodes, tmp_path):
+def test_a_cancelled_job_leaves_no_process(slurm, tmp_path):
     (tmp_path / "wait.py").write_text(f"{JOIN}\nimport time\ntime.sleep(600)\n")
     script = tmp_path / "wait.sbatch"
-    script.write_text("#!/bin/bash\n#SBATCH --ntasks=2\nexec mmrun python wait.py\n")
+    script.write_text(
+        "#!/bin/bash\n"
+        "#SBATCH --job-name=wait --output=%x-%j.out --ntasks=2\n"
+        "exec mmrun python wait.py\n"
+    )
     tag = uuid.uuid4().hex
     job = slurm.submit(script, TESTS_JOB=tag)
     job.wait_until(lambda: job.output.count(JOINED) == 2)
@@ -92,7 +96,7 @@ def test_a_cancelled_job_leaves_no_process(slurm_nodes, tmp_path):
     assert processes.none_left("TESTS_JOB", tag)
 
 
-def test_a_notebook_in_an_allocation_is_alone(slurm_nodes, tmp_path):
+def test_a_notebook_in_an_allocation_is_alone(slurm, tmp_path):
     """What an interactive session does: no MPI, no jax.distributed, all devices in one process."""
     path = tmp_path / "cell.py"
     path.write_text(

@@ -2,7 +2,8 @@
 
 A host is a network namespace with one address on a common bridge. What runs on it sees its own
 host name and /etc/hosts; files and processes are those of the machine. All of it is named after
-this process, in a network reserved for tests, and gone when the lab is closed.
+this process, in a network reserved for tests, and gone when the lab is closed; what a killed
+process has left is removed by the next.
 """
 
 import contextlib
@@ -33,14 +34,15 @@ class HostLab:
 
     Attributes:
       rsh: Path of a command that reaches a host as ssh would.
+      addresses: Of each host.
       gateway: The machine's own address in the hosts' network.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._tag = str(os.getpid())
+        self._tag = os.getpid()
         network = f"198.18.{os.getpid() % 256}"  # reserved for tests (RFC 2544)
-        self._addresses = dict(zip(HOSTS, (f"{network}.11", f"{network}.12"), strict=True))
+        self.addresses = dict(zip(HOSTS, (f"{network}.11", f"{network}.12"), strict=True))
         self.gateway = f"{network}.1"
         self.rsh = folder / "rsh"
 
@@ -68,7 +70,7 @@ class HostLab:
         path = self._folder / f"hosts.{host}"
         before = path.read_text()
         # Rewritten in place: running processes have this very file as their /etc/hosts.
-        path.write_text(before.replace(f"{self._addresses[host]} {host}", f"127.0.1.1 {host}"))
+        path.write_text(before.replace(f"{self.addresses[host]} {host}", f"127.0.1.1 {host}"))
         try:
             yield
         finally:
@@ -76,7 +78,7 @@ class HostLab:
 
     def open(self):
         """Creates the hosts."""
-        names = "".join(f"{address} {host}\n" for host, address in self._addresses.items())
+        names = "".join(f"{address} {host}\n" for host, address in self.addresses.items())
         for name, text in (("on", _ON), ("rsh", _RSH)):
             path = self._folder / name
             path.write_text(text.format(tag=self._tag, folder=self._folder))
@@ -84,7 +86,7 @@ class HostLab:
         _ip("link", "add", self._bridge, "type", "bridge")
         _ip("addr", "add", f"{self.gateway}/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
-        for host, address in self._addresses.items():
+        for host, address in self.addresses.items():
             (self._folder / f"hosts.{host}").write_text(f"127.0.0.1 localhost\n{names}")
             space, port = self._space(host), self._port(host)
             _ip("netns", "add", space)
@@ -97,9 +99,7 @@ class HostLab:
 
     def close(self):
         """Removes the hosts, or what has come to be of them."""
-        for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", self._space(host)], capture_output=True)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+        _remove(self._tag)
 
     def _space(self, host):
         return f"{host}-{self._tag}"
@@ -124,6 +124,10 @@ def open_hosts(folder: Path) -> Iterator[HostLab]:
     """
     if os.geteuid():
         raise PermissionError("network namespaces need root")
+    for space in Path("/run/netns").glob(f"{HOSTS[0]}-*"):
+        tag = space.name.rpartition("-")[2]
+        if not Path(f"/proc/{tag}").exists():
+            _remove(tag)
     lab = HostLab(folder)
     try:
         lab.open()
@@ -132,6 +136,12 @@ def open_hosts(folder: Path) -> Iterator[HostLab]:
         yield lab
     finally:
         lab.close()
+
+
+def _remove(tag):
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", f"{host}-{tag}"], capture_output=True)
+    subprocess.run(["ip", "link", "del", f"mm-{tag}"], capture_output=True)
 
 
 def _ip(*words):

@@ -14,7 +14,12 @@ LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 
 def clean_environment():
     """This process's environment without an outer job, and with this checkout importable."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        # SLURM_CONF says which SLURM to use, if any.
+        if not name.startswith(LAUNCHER_PREFIXES) or name == "SLURM_CONF"
+    }
     paths = (str(REPOSITORY), str(REPOSITORY / "tests"), environ.get("PYTHONPATH"))
     return environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

@@ -1,8 +1,7 @@
-"""Submits jobs to a SLURM and waits for them; knows nothing of where it comes from."""
+"""Submits jobs to the SLURM of `slurm_lab`, and waits for them."""
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -10,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support import jobs
+from support.host_lab import HOSTS, HostLab
 
-__all__ = ["Job", "State", "environment", "node_count", "salloc", "submit"]
+__all__ = ["Job", "Slurm", "State"]
 
 TIME_LIMIT = 240
 _POLL_SECONDS = 0.1
@@ -35,14 +35,20 @@ class State:
 
 @dataclass(frozen=True)
 class Job:
-    """A batch job. `log` is the file that its output goes to."""
+    """A batch job whose script has `--output=%x-%j.out`, or `%x-%A_%a.out` for an array.
+
+    Attributes:
+      number: The job's number; for a task of an array, also the task's: `7_0`.
+      script: The batch script.
+    """
 
     number: str
-    log: Path
+    script: Path
 
     @property
     def output(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
+        log = self.script.with_name(f"{self.script.stem}-{self.number}.out")
+        return log.read_text() if log.exists() else ""
 
     def state(self) -> State:
         said = _ask("scontrol", "show", "job", "--oneliner", self.number)
@@ -52,9 +58,10 @@ class Job:
 
     def wait(self) -> State:
         """Waits until it has ended for good."""
-        return self.wait_until(lambda: self.state().name in _ENDED) and self.state()
+        self.wait_until(lambda: self.state().name in _ENDED)
+        return self.state()
 
-    def wait_until(self, condition) -> bool:
+    def wait_until(self, condition):
         """Waits until `condition()` is true.
 
         Raises:
@@ -65,7 +72,6 @@ class Job:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"job {self.number}: {self.state()}\n{self.output}")
             time.sleep(_POLL_SECONDS)
-        return True
 
     def signal(self, name):
         """Signals the batch script, as SLURM does before a time limit with `--signal=B:NAME`."""
@@ -74,45 +80,41 @@ class Job:
     def cancel(self):
         _ask("scancel", self.number)
 
-    def start_now(self):
-        """Ends the two minutes that SLURM lets pass before it starts a requeued job again."""
+    def wait_for_requeue(self):
+        """Waits until it is in the queue again, and ends SLURM's two minutes of patience there."""
+        self.wait_until(lambda: self.state().restarts and self.state().name == "PENDING")
         _ask("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
-def environment(**variables) -> dict[str, str]:
+@dataclass(frozen=True)
+class Slurm:
+    """Submits jobs as from the first of its nodes."""
+
+    hosts: HostLab
+
+    def submit(self, script: Path, *arguments, options=(), **variables) -> Job:
+        """Submits a batch script, from its folder."""
+        command = ["sbatch", "--parsable", *options, script.name, *arguments]
+        said = _ask(*command, cwd=script.parent, env=_environment(variables))
+        return Job(said.strip(), script)
+
+    def salloc(self, tasks, *words, **variables) -> subprocess.CompletedProcess:
+        """Runs a command inside an allocation, as from the shell of an interactive job."""
+        command = ["salloc", "--quiet", f"--ntasks={tasks}", "--nodes=1", *words]
+        return subprocess.run(
+            self.hosts.on(HOSTS[0], *command),
+            env=_environment(variables),
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT,
+        )
+
+
+def _environment(variables):
     """An environment in which `mmrun` and `python` are those of the tests."""
     environ = jobs.clean_environment() | variables
     folders = (Path(sys.executable).parent, jobs.REPOSITORY / "scripts", environ["PATH"])
     return environ | {"PATH": os.pathsep.join(map(str, folders))}
-
-
-def submit(script, *arguments, options=(), **variables) -> Job:
-    """Submits a batch script, from its folder."""
-    script = Path(script)
-    command = ["sbatch", "--parsable", f"--output={script.stem}.out", *options, script.name]
-    said = _ask(*command, *arguments, cwd=script.parent, env=environment(**variables))
-    return Job(said.strip(), script.with_suffix(".out"))
-
-
-def salloc(tasks, *command, options=(), cwd=None, **variables) -> subprocess.CompletedProcess:
-    """Runs a command inside an allocation, as from the shell of an interactive job."""
-    return subprocess.run(
-        ["salloc", "--quiet", f"--ntasks={tasks}", *options, *map(str, command)],
-        cwd=cwd,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT,
-    )
-
-
-def node_count() -> int:
-    """Number of nodes that are up; 0 without a SLURM."""
-    if shutil.which("sinfo") is None:
-        return 0
-    command = ["sinfo", "--noheader", "--states=idle,alloc,mix", "--format=%D"]
-    said = subprocess.run(command, capture_output=True, text=True)
-    return sum(map(int, said.stdout.split())) if said.returncode == 0 else 0
 
 
 def _ask(*command, **options):
