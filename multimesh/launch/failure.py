@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 __all__ = [
     "JobEndingHook",
@@ -70,13 +71,13 @@ def give_way_to_first(exc: BaseException):
         time.sleep(1.0)
 
 
-def leave(code: int):
+def leave(code: int) -> NoReturn:
     """Ends this process now: output flushed, no exit hook run."""
     _flush()
     os._exit(code)
 
 
-def abort(code: int):
+def abort(code: int) -> NoReturn:
     """Ends the job now, through MPI where it runs."""
     # Looked up, not imported: a rank that fails before MPI has started must not start it.
     mpi = sys.modules.get("mpi4py.MPI")
