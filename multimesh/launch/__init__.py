@@ -11,6 +11,9 @@
            -> devices      CPU devices in equal parts, or the GPUs of the host (gpus)
            -> places       which ranks share a host, and how hosts reach each other
            -> coordinator  brings up jax.distributed over the ranks
+           -> stall        reports a hang and ends it: what does every rank do, does it move?
+                           (activity, frames, movement; notices carries questions and answers,
+                           hang concludes)
            -> ending       a rank that is done waits for the others
     preemption             preempted: whether the job was told to end soon
 
