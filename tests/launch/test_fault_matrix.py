@@ -23,26 +23,39 @@ JOBS_AT_ONCE = 3
 @pytest.fixture(scope="module")
 def ends(request):
     """How each cell's job ended, as a function; all selected cells run meanwhile."""
-    selected = [
+    cells = [
         item.callspec.params["cell"]
         for item in request.session.items
-        if item.path == request.path and "cell" in getattr(item, "fixturenames", ())
+        if item.path == request.path and hasattr(item, "callspec")
     ]
+    reasons = _why_unavailable(request, {cell.launcher for cell in cells})
     with ThreadPoolExecutor(JOBS_AT_ONCE) as pool:
         futures = {
-            str(cell): pool.submit(run_cell, cell)
-            for cell in selected
-            if not why_unavailable(cell.launcher)
+            str(cell): pool.submit(run_cell, cell) for cell in cells if not reasons[cell.launcher]
         }
-        yield lambda cell: futures[str(cell)].result()
+
+        def end_of(cell):
+            if reasons[cell.launcher]:
+                pytest.skip(reasons[cell.launcher])
+            return futures[str(cell)].result()
+
+        yield end_of
         pool.shutdown(cancel_futures=True)
+
+
+def _why_unavailable(request, launchers):
+    """Why each launcher's cells cannot run here; empty for those that can."""
+    reasons = {launcher: why_unavailable(launcher) for launcher in launchers}
+    if any(launcher.plugin for launcher in launchers):
+        try:
+            request.getfixturevalue("slurm")
+        except pytest.skip.Exception as reason:
+            reasons |= {launcher: str(reason) for launcher in launchers if launcher.plugin}
+    return reasons
 
 
 @pytest.mark.parametrize("cell", COVERING_SET, ids=str)
 def test_the_job_ends_as_promised(cell, ends):
-    reason = why_unavailable(cell.launcher)
-    if reason:
-        pytest.skip(reason)
     ended = ends(cell)
     broken = broken_promises(cell, ended)
     assert not broken.keys() - excused_promises(cell), f"{broken}\n{ended.output}"

@@ -58,6 +58,7 @@ class Kind:
 
 
 _NO_USER_CODE = "no code of the user's runs between the instructions of a step"
+_SAME_HOOK = "a hook registered then runs at the same moment as one registered at the end"
 KINDS = (
     Kind("raise", "an exception", has_traceback=True),
     Kind("exit-3", "`sys.exit(3)`", code=3),
@@ -103,9 +104,9 @@ KINDS = (
         "an exception in an exit hook",
         has_traceback=True,
         meaningless={
-            "before-first-step": "a hook registered then runs at the same moment as one registered at the end",
+            "before-first-step": _SAME_HOOK,
             "in-step": _NO_USER_CODE,
-            "between-steps": "a hook registered then runs at the same moment as one registered at the end",
+            "between-steps": _SAME_HOOK,
         },
     ),
 )
@@ -131,20 +132,22 @@ class Launcher:
       text: Its name in the documentation.
       mpi: The MPI of the ranks.
       is_mmrun: Whether it is mmrun, which promises more.
+      plugin: What `srun --mpi=` is to use; empty where it is not srun.
     """
 
     name: str
     text: str
     mpi: str
     is_mmrun: bool = False
+    plugin: str = ""
 
 
 LAUNCHERS = (
     Launcher("mmrun-openmpi", "mmrun, Open MPI", "openmpi", is_mmrun=True),
     Launcher("mmrun-mpich", "mmrun, MPICH", "mpich", is_mmrun=True),
     Launcher("mpirun", "Open MPI's `mpirun`", "openmpi"),
-    Launcher("srun-pmix", "`srun --mpi=pmix`, Open MPI", "openmpi"),
-    Launcher("srun-pmi2", "`srun --mpi=pmi2`, MPICH", "mpich"),
+    Launcher("srun-pmix", "`srun --mpi=pmix`, Open MPI", "openmpi", plugin="pmix"),
+    Launcher("srun-pmi2", "`srun --mpi=pmi2`, MPICH", "mpich", plugin="pmi2"),
 )
 
 

@@ -7,7 +7,8 @@ import re
 import socket
 
 from support.faults.cells import Cell
-from support.faults.job import CLEANUP_SECONDS, Ended, promised_seconds
+from support.faults.job import Ended
+from support.faults.timing import CLEANUP_SECONDS, promised_seconds
 
 __all__ = ["PROMISES", "broken_promises"]
 

@@ -11,23 +11,18 @@ from pathlib import Path
 
 from support.faults.cells import Cell
 from support.faults.launchers import command
-from support.faults.limits import PROMPT, excused_promises
+from support.faults.timing import (
+    CLEANUP_SECONDS,
+    START_TIMEOUT,
+    promised_seconds,
+    stall_timeout,
+)
 from support.jobs import clean_environment
 from support.processes import with_variable
 
-__all__ = ["CLEANUP_SECONDS", "Ended", "promised_seconds", "run_cell"]
+__all__ = ["Ended", "run_cell"]
 
 PROGRAM = Path(__file__).parent / "program" / "train.py"
-# All in seconds. A fault that somebody sees ends the job promptly. If nobody does, the others arrive
-# where they wait, a timeout passes, and a moment later the job has ended.
-PROMPT_SECONDS = 10
-ARRIVAL_SECONDS = 5
-NOTICE_SECONDS = 5
-CLEANUP_SECONDS = 5  # for the job's processes, after its end
-STALL_TIMEOUT = 8
-START_TIMEOUT = 15
-# Where no timeout should be what ends the job.
-_LONG_STALL_TIMEOUT = 60
 # Not measured, but ended all the same: a job whose fault does not strike, or does not end it.
 _STRIKE_LIMIT = 120
 _MARGIN = 10
@@ -59,22 +54,6 @@ class Ended:
     @property
     def output(self) -> str:
         return self.stdout + self.stderr
-
-
-def is_prompt(cell: Cell) -> bool:
-    """Whether somebody sees the fault itself, so that no timeout has to pass."""
-    return not cell.kind.is_silent and PROMPT not in excused_promises(cell)
-
-
-def promised_seconds(cell: Cell) -> float:
-    """Within how many seconds of the fault the job must end."""
-    if is_prompt(cell):
-        return PROMPT_SECONDS
-    return (
-        ARRIVAL_SECONDS
-        + NOTICE_SECONDS
-        + (START_TIMEOUT if cell.moment == "before-init" else STALL_TIMEOUT)
-    )
 
 
 def run_cell(cell: Cell) -> Ended:
@@ -121,10 +100,9 @@ def _command(cell, struck):
 
 
 def _environment(cell, tag):
-    stall_timeout = _LONG_STALL_TIMEOUT if is_prompt(cell) else STALL_TIMEOUT
     return clean_environment() | {
         _TAG: tag,
-        "MULTIMESH_STALL_TIMEOUT": str(stall_timeout),
+        "MULTIMESH_STALL_TIMEOUT": str(stall_timeout(cell)),
         "MULTIMESH_START_TIMEOUT": str(START_TIMEOUT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_TRACEBACK_FILTERING": "off",  # it adds a line after the exception

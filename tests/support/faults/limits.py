@@ -46,22 +46,28 @@ LIMITS = (
         launchers=NOT_MMRUN,
         promises=frozenset({PROMPT}),
         kinds=frozenset({"exit-0", "os-exit-0"}),
-        reason="Only mmrun sees that a rank leaves with code 0. Here the job may go on until a wait "
-        "for that rank passes the stall timeout, or before `init` the start timeout.",
+        reason="Only mmrun sees that a rank leaves with code 0. Here the job may go on until a "
+        "wait for that rank passes the stall timeout, or before `init` the start timeout.",
+    ),
+    Limit(
+        launchers=NOT_MMRUN,
+        promises=frozenset({"traceback"}),
+        kinds=frozenset({"sigstop", "receive", "exit-0", "os-exit-0"}),
+        reason="Ranks that wait for the same one may all report it: only mmrun shows one of them.",
     ),
     Limit(
         launchers=NOT_MMRUN,
         promises=frozenset({PROMPT}),
         kinds=frozenset({"thread"}),
         moments=frozenset({"before-init"}),
-        reason="Before `init` nothing of multimesh ends a rank that Python keeps alive for a thread: "
-        "the start timeout of the others ends the job.",
+        reason="Before `init` nothing of multimesh ends a rank that Python keeps alive for a "
+        "thread: the start timeout of the others ends the job.",
     ),
     Limit(
         launchers=frozenset({"srun-pmi2"}),
         promises=frozenset({"code"}),
-        reason="`srun` returns the highest code of all ranks, and one that it ends itself counts as "
-        "137 or 143.",
+        reason="`srun` returns the highest code of all ranks, and one that it ends itself counts "
+        "as 137 or 143.",
     ),
     Limit(
         launchers=frozenset({"srun-pmix"}),
