@@ -6,6 +6,7 @@ SLURM_CONF is how commands find it: another SLURM of this machine is neither use
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -26,6 +27,7 @@ ClusterName=tests
 SlurmctldHost={controller}({gateway})
 SlurmctldPort={controller_port}
 SlurmdPort={node_port}
+FirstJobId={first_job}
 SlurmUser=root
 AuthType=auth/none
 CredType=cred/none
@@ -104,6 +106,9 @@ def _write_configuration(folder, hosts):
             gateway=hosts.gateway,
             controller_port=_free_port(),
             node_port=_free_port(),
+            # MPICH names its shared memory after the job, and a job that is killed leaves it behind
+            # for the job with the same number of the next SLURM to trip over.
+            first_job=1000 + secrets.randbelow(10**7),
             folder=folder,
             nodes="\n".join(nodes),
             names=",".join(HOSTS),
