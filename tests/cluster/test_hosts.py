@@ -32,7 +32,8 @@ def mmrun(hosts, *words, python=sys.executable):
 
 def environment(**variables):
     # MPICH would otherwise find that the hosts share memory.
-    return jobs.clean_environment() | {"UCX_TLS": "tcp,self"} | variables
+    settings = jobs.COMPILE_QUICKLY | {"UCX_TLS": "tcp,self"}
+    return jobs.clean_environment() | settings | variables
 
 
 def run(command):

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["clean_environment", "run_script"]
+__all__ = ["COMPILE_QUICKLY", "clean_environment", "run_script"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Variables by which a launcher tells a process its rank; an outer job's must not leak in.
 LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+# For programs that compile far more than they compute.
+COMPILE_QUICKLY = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def clean_environment():

@@ -112,7 +112,7 @@ class Slurm:
 
 def _environment(variables):
     """An environment in which `mmrun` and `python` are those of the tests."""
-    environ = jobs.clean_environment() | variables
+    environ = jobs.clean_environment() | jobs.COMPILE_QUICKLY | variables
     folders = (Path(sys.executable).parent, jobs.REPOSITORY / "scripts", environ["PATH"])
     return environ | {"PATH": os.pathsep.join(map(str, folders))}
 
