@@ -3,14 +3,16 @@
 The matrix and the promises are in tests/support/faults; `scripts/fault-matrix` runs all of it.
 """
 
+import dataclasses
 import itertools
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.faults import table
 from support.faults.cells import all_cells, covering_set
 from support.faults.contract import PROMISES, broken_promises
-from support.faults.job import run_cell
+from support.faults.job import Ended, run_cell
 from support.faults.launchers import why_unavailable
 from support.faults.limits import LIMITS, PROMPT, excused_promises
 from support.jobs import REPOSITORY
@@ -76,6 +78,40 @@ def test_every_limit_is_about_some_cell_and_a_promise():
     for limit in LIMITS:
         assert any(map(limit.covers, all_cells())), limit.reason
         assert limit.promises <= {*PROMISES, PROMPT}
+
+
+GOOD_END = Ended(
+    code=1,
+    stdout="",
+    stderr=f"""[1] Traceback (most recent call last):
+[1] InjectedFault: raise
+mmrun: rank 1 on {socket.gethostname()} failed with exit code 1
+""",
+    seconds=1.0,
+    wall=2.0,
+    left=(),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        ({}, set()),
+        ({"seconds": None}, {"fault"}),
+        ({"seconds": 11.0}, {"end"}),
+        ({"code": None}, {"end", "summary"}),
+        ({"code": 0}, {"failure", "summary"}),
+        ({"code": 2}, {"code", "summary"}),
+        ({"stdout": GOOD_END.stderr}, {"traceback"}),
+        ({"stderr": GOOD_END.stderr + "[0] and on\n"}, {"summary"}),
+        ({"stderr": GOOD_END.stderr.replace("rank 1 on", "rank 0 on")}, {"summary"}),
+        ({"stderr": GOOD_END.stderr.replace("mmrun", "more\nmmrun")}, {"summary"}),
+        ({"left": ("7: python train.py",)}, {"processes"}),
+    ],
+)
+def test_every_promise_is_checked(change, broken):
+    cell = next(cell for cell in all_cells() if str(cell) == "raise.in-step.1of2.mmrun-openmpi")
+    assert broken_promises(cell, dataclasses.replace(GOOD_END, **change)).keys() == broken
 
 
 def test_the_documented_table_is_up_to_date():
