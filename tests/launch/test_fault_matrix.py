@@ -28,7 +28,7 @@ def ends(request):
     cells = [
         item.callspec.params["cell"]
         for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
+        if item.path == request.path and "ends" in item.fixturenames
     ]
     reasons = _why_unavailable(request, {cell.launcher for cell in cells})
     with ThreadPoolExecutor(JOBS_AT_ONCE) as pool:

@@ -64,22 +64,11 @@ LIMITS = (
         "thread: the start timeout of the others ends the job.",
     ),
     Limit(
-        launchers=frozenset({"srun-pmi2"}),
+        launchers=SRUN,
         promises=frozenset({"code"}),
+        kinds=frozenset(kind.name for kind in KINDS if kind.code is not None),
         reason="`srun` returns the highest code of all ranks, and one that it ends itself counts "
         "as 137 or 143.",
-    ),
-    Limit(
-        launchers=frozenset({"srun-pmix"}),
-        promises=frozenset({"code"}),
-        moments=frozenset({"before-init"}),
-        reason="The same, until MPI has started; then an exception gives its code to all ranks.",
-    ),
-    Limit(
-        launchers=frozenset({"srun-pmix"}),
-        promises=frozenset({"code"}),
-        kinds=frozenset({"sigkill", "sigsegv", "os-exit-0"}),
-        reason="The same: a rank that is gone at once tells MPI nothing.",
     ),
 )
 

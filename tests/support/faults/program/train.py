@@ -36,6 +36,9 @@ def main():
     fault = Fault(options)
     fault.may_strike("before-init")
     init(cpus=options.ranks)
+    # What takes seconds; meanwhile the others would not have come to where they wait.
+    import multimesh.jax.flax  # noqa: F401
+
     fault.may_strike("before-first-step")
     step_fn, state = build_step(options.ranks)
     for step in range(STEPS):
