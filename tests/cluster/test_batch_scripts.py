@@ -16,17 +16,24 @@ def folder(tmp_path):
     return shutil.copytree(EXAMPLES, tmp_path / "slurm")
 
 
+@pytest.fixture(scope="module")
+def one_node(slurm, tmp_path_factory):
+    """The job of one_node.sbatch, run to its end."""
+    folder = shutil.copytree(EXAMPLES, tmp_path_factory.mktemp("one_node") / "slurm")
+    job = slurm.submit(folder / "one_node.sbatch", "--steps", str(STEPS))
+    job.wait()
+    return job
+
+
 def steps(output):
     """The numbers of the steps that rank 0 has shown."""
     return list(map(int, re.findall(r"^\[0\] step (\d+): loss", output, re.MULTILINE)))
 
 
-def test_one_node(slurm, folder):
-    job = slurm.submit(folder / "one_node.sbatch", "--steps", "3")
-    state = job.wait()
-    assert (state.name, state.code) == ("COMPLETED", 0), job.output
-    assert steps(job.output) == [0, 1, 2]
-    assert re.search(r"2 ranks by srun --mpi=\w+", job.output)
+def test_one_node(one_node):
+    assert (one_node.state().name, one_node.state().code) == ("COMPLETED", 0), one_node.output
+    assert steps(one_node.output) == list(range(STEPS))
+    assert re.search(r"2 ranks by srun --mpi=\w+", one_node.output)
 
 
 def test_several_nodes(slurm, folder):
@@ -47,10 +54,10 @@ def test_array(slurm, folder):
     assert tasks[0].output.splitlines()[1:] != tasks[1].output.splitlines()[1:]  # other losses
 
 
-def test_preempted_and_requeued(slurm, folder):
+def test_preempted_and_requeued(slurm, folder, one_node):
     """Preempted in the middle, it ends with the same bits as if it had never been."""
     preempted = slurm.submit(
-        *(folder / "preempt_requeue.sbatch", "--state", "one"),
+        folder / "preempt_requeue.sbatch",
         *("--steps", str(STEPS), "--pause", "0.1"),  # long enough to be interrupted
     )
     preempted.wait_until(lambda: "step 2:" in preempted.output)
@@ -61,7 +68,5 @@ def test_preempted_and_requeued(slurm, folder):
     first, second = map(steps, preempted.output.split("mmrun: preempted by SIGUSR1"))
     assert first and second
     assert first + second == list(range(STEPS))
-
-    whole = slurm.submit(folder / "one_node.sbatch", "--state", "other", "--steps", str(STEPS))
-    assert whole.wait().name == "COMPLETED", whole.output
-    assert (folder / "one").read_bytes() == (folder / "other").read_bytes()
+    whole = one_node.script.with_name("train.state")
+    assert (folder / "train.state").read_bytes() == whole.read_bytes()

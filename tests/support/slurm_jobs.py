@@ -81,9 +81,10 @@ class Job:
         _ask("scancel", self.number)
 
     def wait_for_requeue(self):
-        """Waits until it is in the queue again, and ends SLURM's two minutes of patience there."""
+        """Waits until it is in the queue again, and shortens its two minutes there."""
         self.wait_until(lambda: self.state().restarts and self.state().name == "PENDING")
-        _ask("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        # A node refuses a job that starts in the second in which it ended there.
+        _ask("scontrol", "update", f"JobId={self.number}", "StartTime=now+3seconds")
 
 
 @dataclass(frozen=True)
