@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 __all__ = [
     "JobEndingHook",
@@ -24,6 +24,7 @@ __all__ = [
     "give_way_to_first",
     "install_hooks",
     "leave",
+    "leave_forked",
     "watch_exit_hooks",
 ]
 
@@ -66,7 +67,8 @@ def give_way_to_first(exc: BaseException):
     The peer that died is the news. It ends the job within that second, and is then the one that
     is reported.
     """
-    text = f"{type(exc).__name__}: {exc}".lower()
+    # Unlike `str`, this never raises what the exception's own __str__ does.
+    text = "".join(traceback.format_exception_only(exc)).lower()
     if any(sign in text for sign in _LOST_PEER):
         time.sleep(1.0)
 
@@ -87,15 +89,28 @@ def abort(code: int) -> NoReturn:
     leave(code)
 
 
+def leave_forked(exc: BaseException, show: Callable[..., Any] = sys.__excepthook__) -> NoReturn:
+    """Ends a process that a rank has forked, and that is no rank, by an uncaught exception.
+
+    The exit hooks are the rank's: JAX's and MPI's would wait for other ranks.
+    """
+    if not isinstance(exc, SystemExit):
+        show(type(exc), exc, exc.__traceback__)
+    leave(exit_code(exc))
+
+
 class JobEndingHook:
     """A `sys.excepthook` that lets the previous hook print, and then ends the whole job."""
 
     def __init__(self, place: str, previous):
         self.place = place
         self.previous = previous
+        self.process = os.getpid()
 
     def __call__(self, kind, exc, trace):
         """Called by Python with an exception that nothing caught in the main thread."""
+        if os.getpid() != self.process:
+            leave_forked(exc, self.previous)
         give_way_to_first(exc)
         sys.stderr.write(f"multimesh: uncaught exception on {self.place}; the job ends.\n")
         self.previous(kind, exc, trace)
@@ -118,10 +133,11 @@ def install_hooks(rank: int, size: int | None):
 
 def watch_exit_hooks(fail: Callable[[BaseException], None]):
     """Has `fail` called with an exception of an exit hook; Python would only mention it."""
-    previous = sys.unraisablehook
+    previous, process = sys.unraisablehook, os.getpid()
 
     def hook(unraisable):
-        if unraisable.exc_value and "atexit callback" in (unraisable.err_msg or ""):
+        is_ours = "atexit callback" in (unraisable.err_msg or "") and os.getpid() == process
+        if is_ours and unraisable.exc_value:
             fail(unraisable.exc_value)
         else:
             previous(unraisable)

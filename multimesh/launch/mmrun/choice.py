@@ -67,9 +67,9 @@ def choose(
     """
     environ = {name: value for name, value in environ.items() if not _RANK_VARIABLES.match(name)}
     start = _Start(options, mpi, tuple(rank_command), environ)
-    if options.hosts:
+    if options.hosts is not None:
         return start.on_hosts(parse_hosts(options.hosts), "--hosts was given")
-    if options.hostfile:
+    if options.hostfile is not None:
         return start.on_hosts(read_hostfile(options.hostfile), "--hostfile was given")
     allocation = slurm.read_allocation(environ)
     if allocation is not None:

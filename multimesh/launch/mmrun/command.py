@@ -66,13 +66,24 @@ def parse_program(words: Sequence[str]) -> Program:
     if path is None and name in ("python", "python3"):
         path = sys.executable  # mmrun was called by its path, without an activated environment
     if path is None:
-        raise StartupError(f"There is no program {name!r}. Expected a Python file or a command.")
+        raise StartupError(f"{_why_not(name)} Expected a Python file or a command.")
     if Path(path).name.startswith("python"):
         return _python_program(path, words[1:])
     interpreter = _shebang_python(path)
     if interpreter:
         return _python_program(interpreter, [path, *words[1:]])
     return Program(sys.executable, (), tuple(words), is_python=False)
+
+
+def _why_not(name):
+    """Why a name is no command."""
+    if os.path.isdir(name):
+        return f"{name!r} is a folder."
+    if os.path.exists(name):
+        return (
+            f"The file {name!r} is not executable: run `chmod +x` on it, or name its interpreter."
+        )
+    return f"There is no program {name!r}."
 
 
 def _python_program(interpreter, words):
@@ -84,7 +95,8 @@ def _python_program(interpreter, words):
         first += 2 if words[first] in _OPTIONS_WITH_VALUE else 1
     options, program = tuple(words[:first]), tuple(words[first:])
     if not program or (program[0] in ("-m", "-c") and len(program) == 1):
-        raise StartupError(f"Expected a program after {interpreter}. Got {' '.join(words)!r}.")
+        got = " ".join(words) or "nothing"
+        raise StartupError(f"Expected a program for {interpreter} to run. Got {got}.")
     if not program[0].startswith("-") and not Path(program[0]).exists():
         raise StartupError(f"There is no file {program[0]!r} in {os.getcwd()}.")
     return Program(interpreter, options, program, is_python=True)

@@ -307,7 +307,7 @@ class Job:
         if failure is None:
             return 0
         if failure.traceback and failure.rank is not None:
-            self._console.show(failure.rank, failure.traceback.encode())
+            self._console.show(failure.rank, failure.traceback.encode(errors="backslashreplace"))
         self._console.say(f"mmrun: {failure.reason}")
         return failure.exit_code
 

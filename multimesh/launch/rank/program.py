@@ -31,10 +31,15 @@ def run_program(arguments: list[str], *, safe_path: bool, alone: bool):
     Returns:
       Normally, when the program ended with exit code 0. Otherwise not at all.
     """
+    process = os.getpid()
     try:
         _run(arguments, safe_path)
     except BaseException as exc:
+        if os.getpid() != process:
+            failure.leave_forked(exc)
         _end_by(exc, alone)
+    if os.getpid() != process:
+        return
     if not alone:
         failure.watch_exit_hooks(lambda exc: _end_by(exc, alone))
     wire.notify(wire.Kind.FINISHED)
