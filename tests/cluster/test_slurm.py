@@ -1,6 +1,5 @@
 """Ways to start ranks inside a SLURM job, other than the batch scripts."""
 
-import os
 import sys
 import textwrap
 import uuid
@@ -8,9 +7,7 @@ import uuid
 import pytest
 from support import processes
 
-from multimesh.launch.mmrun.library import find_mpi
-
-MPICH_PYTHON = os.environ.get("TESTS_MPICH_PYTHON")
+PMI = {"openmpi": "pmix", "mpich": "pmi2"}
 JOIN = """
 import sys
 from multimesh import init
@@ -31,20 +28,6 @@ def program(tmp_path):
     return path
 
 
-@pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request):
-    """(kind, interpreter) of each MPI."""
-    if request.param == "openmpi":
-        assert find_mpi(sys.executable).kind == "openmpi"
-        return "openmpi", sys.executable
-    if not MPICH_PYTHON:
-        pytest.skip("TESTS_MPICH_PYTHON does not name a Python whose mpi4py loads MPICH")
-    return "mpich", MPICH_PYTHON
-
-
-PMI = {"openmpi": "pmix", "mpich": "pmi2"}
-
-
 def test_mmrun_uses_the_pmi_of_the_mpi(slurm, mpi, program):
     kind, python = mpi
     result = slurm.salloc(2, "mmrun", python, program)
@@ -60,11 +43,13 @@ def test_bare_srun(slurm, mpi, program):
     assert result.stdout.count(JOINED) == 2  # among the chatter of gloo
 
 
-@pytest.mark.parametrize("pmi", ["none", "pmi2"])
+@pytest.mark.parametrize(
+    ("mpi", "pmi"),
+    [("openmpi", "none"), ("openmpi", "pmi2"), ("mpich", "none")],
+    indirect=["mpi"],
+)
 def test_a_wrong_pmi_is_an_error(slurm, mpi, program, pmi):
     kind, python = mpi
-    if PMI[kind] == pmi:
-        pytest.skip("the right one")
     result = slurm.salloc(2, "srun", f"--mpi={pmi}", "--kill-on-bad-exit=1", python, program)
     assert result.returncode != 0
     assert "ranks [" not in result.stdout
