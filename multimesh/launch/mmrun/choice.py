@@ -19,7 +19,7 @@ from multimesh.errors import StartupError
 from multimesh.launch.mmrun import slurm
 from multimesh.launch.mmrun.backends import mpich, openmpi, srun
 from multimesh.launch.mmrun.hosts import fill, is_here, parse_hosts, read_hostfile
-from multimesh.launch.mmrun.library import MPI
+from multimesh.launch.mmrun.library import MPI, with_home
 from multimesh.launch.mmrun.options import Options
 
 __all__ = ["Launch", "choose"]
@@ -65,7 +65,7 @@ def choose(
     Raises:
       StartupError: What was asked for cannot be had here.
     """
-    environ = {name: value for name, value in environ.items() if not _RANK_VARIABLES.match(name)}
+    environ = {k: v for k, v in with_home(environ).items() if not _RANK_VARIABLES.match(k)}
     start = _Start(options, mpi, tuple(rank_command), environ)
     if options.hosts is not None:
         return start.on_hosts(parse_hosts(options.hosts), "--hosts was given")

@@ -30,21 +30,31 @@ class Program:
     arguments: tuple[str, ...]
     is_python: bool
 
-    def rank_command(self, *, bind: bool) -> list[str]:
-        """The command line of one rank."""
+    def rank_command(self, *, bind: bool, has_input: bool) -> list[str]:
+        """The command line of one rank.
+
+        Args:
+          bind: Whether the rank gives itself a share of the cores.
+          has_input: Whether what is typed reaches rank 0. Not every MPI passes on the end of a
+            pipe or a file, for which the program would then wait.
+        """
         flags = ["--bind"] if bind else []
+        if not has_input:
+            flags.append("--no-input")
         if not self.is_python:
             flags.append("--exec")
+        return self._start_of_rank(flags)
+
+    def in_place_command(self) -> list[str]:
+        """The command line of the program in a rank that has been started already."""
+        return self._start_of_rank(["--in-place"]) if self.is_python else list(self.arguments)
+
+    def _start_of_rank(self, flags):
         if {"-P", "-I"} & set(self.options) or os.environ.get("PYTHONSAFEPATH"):
             flags.append("--safe-path")
         # With -P nothing in the working directory can hide a module that the start needs.
         start = [self.interpreter, *self.options, "-P", "-m", "multimesh.launch.rank"]
         return [*start, *flags, "--", *self.arguments]
-
-    def plain_command(self) -> list[str]:
-        """The command line of the program itself."""
-        start = [self.interpreter, *self.options] if self.is_python else []
-        return [*start, *self.arguments]
 
 
 def parse_program(words: Sequence[str]) -> Program:

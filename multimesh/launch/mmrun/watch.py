@@ -24,7 +24,7 @@ from multimesh.launch.mmrun.verdict import Failure, Request, Verdict
 from multimesh.launch.processes import die_with_parent, kill_tagged
 from multimesh.launch.signals import signal_pipe
 
-__all__ = ["Job"]
+__all__ = ["Job", "has_input"]
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _OUTPUTS = {wire.Kind.OUTPUT: consoles.OUTPUT, wire.Kind.ERRORS: consoles.ERRORS}
@@ -100,11 +100,11 @@ class Job:
     def _start(self, command, environ):
         mmrun = os.getpid()
         # Outside the terminal's foreground group it does not get Ctrl-C, nor may it read there.
-        relays_input = os.isatty(sys.stdin.fileno()) if sys.stdin else False
+        relays_input = has_input()
         mpiexec = subprocess.Popen(
             command,
             env={**environ, wire.ADDRESS_VARIABLE: self._endpoint.address},
-            stdin=subprocess.PIPE if relays_input else None,
+            stdin=subprocess.PIPE if relays_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
@@ -310,6 +310,11 @@ class Job:
             self._console.show(failure.rank, failure.traceback.encode(errors="backslashreplace"))
         self._console.say(f"mmrun: {failure.reason}")
         return failure.exit_code
+
+
+def has_input() -> bool:
+    """Whether somebody may type something for rank 0: standard input is a terminal."""
+    return sys.stdin is not None and os.isatty(sys.stdin.fileno())
 
 
 def _may_read(terminal) -> bool:

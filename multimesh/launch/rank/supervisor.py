@@ -1,6 +1,6 @@
 """What mmrun starts in each rank: a supervisor, and under it the user's program.
 
-    python -P -m multimesh.launch.rank [--bind] [--safe-path] [--exec] -- PROGRAM ARGS...
+    python -P -m multimesh.launch.rank [OPTIONS] -- PROGRAM ARGS...
 
 The program runs in a forked child. The supervisor passes the child's output on to mmrun and, when
 the child is gone, says how it ended. It is a process of its own so that it can do that whatever
@@ -44,6 +44,10 @@ def main():
     launcher = detect_launcher()
     if launcher is None:
         sys.exit("multimesh.launch.rank is for mmrun: no launcher has started this process.")
+    alone = launcher.size == 1
+    if options.in_place:
+        run_program(options.program, safe_path=options.safe_path, alone=alone)
+        return
     if options.bind and launcher.local_rank is not None and launcher.local_size:
         bind_to_cores(launcher.local_rank, launcher.local_size)
     outputs = {wire.Kind.OUTPUT: os.pipe(), wire.Kind.ERRORS: os.pipe()}
@@ -51,10 +55,9 @@ def main():
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _become_program(outputs, parent)
+        _become_program(outputs, parent, has_input=not options.no_input)
         if options.exec:
             os.execvp(options.program[0], options.program)
-        alone = launcher.size == 1
         run_program(options.program, safe_path=options.safe_path, alone=alone)
         return
     with contextlib.suppress(OSError):  # both do it, so that neither has to wait for the other
@@ -72,7 +75,9 @@ def main():
 def _parse_arguments():
     parser = argparse.ArgumentParser(prog="multimesh.launch.rank")
     parser.add_argument("--bind", action="store_true", help="pin this rank to its cores")
+    parser.add_argument("--no-input", action="store_true", help="let it read nothing")
     parser.add_argument("--safe-path", action="store_true", help="leave sys.path alone")
+    parser.add_argument("--in-place", action="store_true", help="run it here, unsupervised")
     parser.add_argument("--exec", action="store_true", help="the program is not Python")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     own = sys.argv[1 : sys.argv.index("--")]
@@ -81,10 +86,12 @@ def _parse_arguments():
     return options
 
 
-def _become_program(outputs, parent):
+def _become_program(outputs, parent, *, has_input):
     """Makes this forked child the program: its own group, its output into the pipes."""
     os.setpgid(0, 0)
     die_with_parent(parent)
+    if not has_input:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for (read_end, write_end), fd in zip(outputs.values(), (1, 2), strict=True):
         os.dup2(write_end, fd)
         os.close(read_end)
