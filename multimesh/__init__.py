@@ -15,10 +15,13 @@ How a step flows through the package, in the order in which the parts import one
     source                         what a step computes: traced, cut and planned
     step, steps                    a compiled, callable step; one for each shape of batch
     jax                            the public API: multimesh.jax, multimesh.jax.flax
+    pytest_plugin                  tests that run on several ranks: @pytest.mark.mpi(ranks=2)
 
 A module imports only from those named before its own; stages, schedule and transport import
 nothing of one another (tests/test_layers.py). Importing this module imports no JAX, so that
 `init` can still choose the devices.
+
+PYTEST_DONT_REWRITE: pytest would warn that mmrun has imported this module before it could.
 """
 
 from multimesh.launch import init, preempted

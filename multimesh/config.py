@@ -1,7 +1,8 @@
 """Every environment variable that multimesh reads, parsed and checked in one place.
 
 MULTIMESH_DEVICES_PER_RANK   CPU devices each rank owns (set by `mmrun --devices-per-rank`)
-MULTIMESH_STALL_TIMEOUT      seconds a rank waits for a message before it raises `StallError`
+MULTIMESH_STALL_TIMEOUT      seconds a rank waits for another before the job ends with a report
+MULTIMESH_STACKS             "1": that report shows the Python stacks of every rank
 MULTIMESH_START_TIMEOUT      seconds a rank waits for the others to start
 MULTIMESH_POISON             "1": fill receive buffers with NaNs before each use (for tests)
 """
@@ -20,13 +21,15 @@ class Config:
 
     Attributes:
       devices_per_rank: CPU devices of each rank, or None to divide the total by the ranks.
-      stall_timeout: Seconds to wait for a message.
+      stall_timeout: Seconds to wait for another rank.
+      stacks: Whether the report of a stall shows every rank's Python stacks.
       start_timeout: Seconds to wait for the other ranks at start-up.
       poison: Whether to fill receive buffers with NaNs before each use.
     """
 
     devices_per_rank: int | None = None
-    stall_timeout: float = 300.0
+    stall_timeout: float = 120.0
+    stacks: bool = False
     start_timeout: float = 60.0
     poison: bool = False
 
@@ -49,8 +52,13 @@ def read_config(environ=None) -> Config:
         devices_per_rank=devices,
         stall_timeout=_positive(environ, "MULTIMESH_STALL_TIMEOUT", float, Config.stall_timeout),
         start_timeout=_positive(environ, "MULTIMESH_START_TIMEOUT", float, Config.start_timeout),
-        poison=environ.get("MULTIMESH_POISON", "0") not in ("", "0"),
+        stacks=_flag(environ, "MULTIMESH_STACKS"),
+        poison=_flag(environ, "MULTIMESH_POISON"),
     )
+
+
+def _flag(environ, name):
+    return environ.get(name, "0") not in ("", "0")
 
 
 def _positive(environ, name, kind, default):

@@ -40,7 +40,13 @@ class RankMismatchError(MultimeshError, RuntimeError):
 
 
 class StallError(MultimeshError, TimeoutError):
-    """A wait for another rank took longer than the timeout."""
+    """A wait for another rank took longer than the timeout, or cannot end any more.
+
+    Attributes:
+      culprit: The rank that everything waits for, or None where that is no single one.
+    """
+
+    culprit: int | None = None
 
 
 class UsageError(MultimeshError, ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from multimesh.errors import StallError
+from multimesh.launch.activity import activity
 from multimesh.lowering import Instruction, Op, RankProgram
 from multimesh.plan import Plan
 from multimesh.stages.program import Program
@@ -47,6 +47,7 @@ class Executor:
         self.transport = transport
         self.compiled = compiled
         self.channels = channels
+        self.activity = activity()
         self.bound = [self._bind(instruction) for instruction in program.instructions]
 
     def run(self, store: Store) -> None:
@@ -57,16 +58,15 @@ class Executor:
             filled when this returns.
 
         Raises:
-          StallError: Another rank did not send in time; the message says what ran last.
+          StallError: Another rank did not send in time, or has ended.
         """
-        done = -1
-        try:
-            for done, action in enumerate(self.bound):  # noqa: B007
+        activity = self.activity
+        with activity.step(self._text):
+            for number, action in enumerate(self.bound):
+                activity.instruction = number
                 action(store)
+            activity.instruction = len(self.bound)
             self.transport.flush()
-        except StallError as exc:
-            last = self._text(self.instructions[done - 1]) if done > 0 else "none"
-            raise StallError(f"{exc} The last instruction this rank finished: {last}.") from exc
 
     def measure(self, store: Store) -> dict[int, list[float]]:
         """Runs one step, waiting for each task to end before the next begins.
@@ -78,18 +78,25 @@ class Executor:
           The seconds of every run of each local task, by task index.
         """
         seconds: dict[int, list[float]] = {}
-        for instruction, action in zip(self.instructions, self.bound, strict=True):
-            jax.block_until_ready([store[slot] for slot in instruction.reads])
-            start = time.perf_counter()
-            action(store)
-            if instruction.op == Op.RUN:
-                kept = [store[slot] for slot in instruction.writes]
-                jax.block_until_ready([value for value in kept if value is not None])
-                seconds.setdefault(instruction.index, []).append(time.perf_counter() - start)
-        self.transport.flush()
+        with self.activity.step(self._text):
+            for number, action in enumerate(self.bound):
+                self.activity.instruction = number
+                instruction = self.instructions[number]
+                jax.block_until_ready([store[slot] for slot in instruction.reads])
+                start = time.perf_counter()
+                action(store)
+                if instruction.op == Op.RUN:
+                    kept = [store[slot] for slot in instruction.writes]
+                    jax.block_until_ready([value for value in kept if value is not None])
+                    seconds.setdefault(instruction.index, []).append(time.perf_counter() - start)
+            self.activity.instruction = len(self.bound)
+            self.transport.flush()
         return seconds
 
-    def _text(self, instruction: Instruction) -> str:
+    def _text(self, number: int) -> str:
+        if number == len(self.instructions):
+            return "its last messages"
+        instruction = self.instructions[number]
         where = (
             self.plan.tasks[instruction.index].name
             if instruction.op == Op.RUN

@@ -3,6 +3,7 @@
 import os
 
 import jax
+from support.labs import hosts, slurm  # noqa: F401  (fixtures)
 
 from multimesh import init
 

@@ -6,9 +6,15 @@
 
     startup                init: inside the user's program
       -> environment       whether a launcher started several ranks
-      -> coordinator       brings up jax.distributed over them
       -> failure           an uncaught exception on one rank ends the job
-      -> ending            a rank that is done waits for the others
+      -> joining           starts JAX alone, or on all ranks together
+           -> devices      CPU devices in equal parts, or the GPUs of the host (gpus)
+           -> places       which ranks share a host, and how hosts reach each other
+           -> coordinator  brings up jax.distributed over the ranks
+           -> stall        reports a hang and ends it: what does every rank do, does it move?
+                           (activity, frames, movement; notices carries questions and answers,
+                           hang concludes)
+           -> ending       a rank that is done waits for the others
     preemption             preempted: whether the job was told to end soon
 
     signals                a signal as something that select can wait for

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax
 
 from multimesh import _compat
+from multimesh.config import Config
 from multimesh.errors import StartupError
 from multimesh.launch import preemption
 from multimesh.launch.addresses import LOOPBACK
@@ -25,13 +26,13 @@ _ATTEMPTS = 3
 _POLL_SECONDS = 0.01
 
 
-def connect_ranks(communicator, places: Sequence[Place], timeout: float):
+def connect_ranks(communicator, places: Sequence[Place], config: Config):
     """Starts jax.distributed on every rank, with rank 0 as its coordinator.
 
     Args:
       communicator: The job's private communicator.
       places: The place of each rank.
-      timeout: Seconds to wait for the other ranks.
+      config: How long to wait for the other ranks, now and later.
 
     Raises:
       StartupError: Hosts cannot reach each other, or the coordinator keeps belonging to another
@@ -49,9 +50,9 @@ def connect_ranks(communicator, places: Sequence[Place], timeout: float):
             if rank > 0:
                 # Other ranks need no port; and JAX itself would retry only every second.
                 reservation.close()
-                _wait_for_listener(address, places[0], timeout)
-            _initialize(address, size, rank, timeout)
-        if all(communicator.allgather(_has_nonce(nonce, rank, timeout))):
+                _wait_for_listener(address, places[0], config.start_timeout)
+            _initialize(address, size, rank, config)
+        if all(communicator.allgather(_has_nonce(nonce, rank, config.start_timeout))):
             break
         # Some ranks met another job's coordinator, which took the port over.
         jax.distributed.shutdown()
@@ -67,15 +68,15 @@ def connect_ranks(communicator, places: Sequence[Place], timeout: float):
         )
 
 
-def connect_alone(timeout: float):
+def connect_alone(config: Config):
     """Starts jax.distributed for this process alone, which gloo needs.
 
     Args:
-      timeout: Seconds to wait for the coordinator of this process.
+      config: How long to wait for the coordinator of this process.
     """
     _compat.have_gloo_meet_at(LOOPBACK)
     with _reserve_port(LOOPBACK) as reservation:
-        _initialize(reservation.getsockname(), 1, 0, timeout)
+        _initialize(reservation.getsockname(), 1, 0, config)
 
 
 def _own_address(communicator, places):
@@ -91,7 +92,7 @@ def _own_address(communicator, places):
     return address
 
 
-def _initialize(address, size, rank, timeout):
+def _initialize(address, size, rank, config):
     host, port = address
     _exempt_from_proxy(host)
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -101,7 +102,9 @@ def _initialize(address, size, rank, timeout):
         process_id=rank,
         cluster_detection_method="deactivate",
         coordinator_bind_address=place,
-        initialization_timeout=max(1, int(timeout)),
+        initialization_timeout=max(1, int(config.start_timeout)),
+        # A rank that is silent for long is to be named by our own report, not killed by JAX.
+        heartbeat_timeout_seconds=max(100, int(2 * config.stall_timeout)),
     )
     preemption.release_sigterm()
 

@@ -1,17 +1,22 @@
 """A rank that is done waits for the others, then all leave together.
 
 Without this the first rank to end would sit in JAX's shutdown barrier, which gives up after
-some minutes and then kills the job. The wait here has no limit: an epoch may take hours longer
-elsewhere, and a rank that fails ends the job anyway.
+some minutes and then kills the job. The wait here has no limit while any rank moves: an epoch may
+take hours longer elsewhere. A rank that fails ends the job anyway, and `stall` ends it when no
+rank has moved for the stall timeout.
 """
 
 import atexit
 import opcode
+import os
 import sys
 import threading
 import time
 
 from multimesh.launch import failure
+from multimesh.launch.activity import Wait, activity
+from multimesh.launch.frames import OWN_THREADS
+from multimesh.launch.stall import monitor
 
 __all__ = ["end_together"]
 
@@ -28,17 +33,41 @@ def end_together(communicator):
     """
     exits = _ExitWatch()
     sys.exit = exits
+    threading.Thread(
+        target=_leave_with_error, args=(exits,), name=f"{OWN_THREADS} ending", daemon=True
+    ).start()
+    process = os.getpid()
 
     def meet():
+        if os.getpid() != process:
+            return  # a forked child is no rank
         code = exits.code()
         if code:
             failure.abort(code)
-        everyone = communicator.Ibarrier()
-        while not everyone.Test():
-            time.sleep(_POLL_SECONDS)  # a waiting rank leaves its core to those that work
+        _wait_for_all(communicator)
 
     # Exit hooks run last in, first out: JAX, imported earlier, still finds every rank alive.
     atexit.register(meet)
+
+
+def _wait_for_all(communicator):
+    present = activity()
+    present.is_ending = True
+    monitor().say_ended()
+    others = [rank for rank in range(communicator.Get_size()) if rank != communicator.Get_rank()]
+    with present.waiting(Wait(tuple(others), "end")):
+        everyone = communicator.Ibarrier()
+        while not everyone.Test():
+            time.sleep(_POLL_SECONDS)  # a waiting rank leaves its core to those that work
+    monitor().stop()
+
+
+def _leave_with_error(exits):
+    """Ends this process if it fails, before Python waits for the program's other threads."""
+    threading.main_thread().join()
+    code = exits.code()
+    if code:
+        failure.leave(code)
 
 
 class _ExitWatch:

@@ -3,12 +3,13 @@
 Asking MPI instead would start it, which a notebook or a plain `python` run must never do.
 """
 
-import multiprocessing
 import os
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Launcher", "detect_launcher"]
+__all__ = ["Launcher", "detect_launcher", "repeated_numbers"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     ("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", None, None),
     ("PMIx", "PMIX_RANK", None, None, None),
 )
 # Outside a step, and SLURM's numbers for the shell of `salloc` and for a batch script.
@@ -59,7 +60,9 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None
       `multiprocessing`: it inherits the rank's environment, but is no rank.
     """
     environ = os.environ if environ is None else environ
-    if multiprocessing.parent_process() is not None:
+    # Only looked up: a process that has not imported it is nobody's worker.
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
         return None
     for name, rank, *rest in _LAUNCHERS:
         # A batch script and an interactive shell have SLURM_PROCID=0 too, but srun started neither.
@@ -68,5 +71,26 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None
         if environ.get(rank, "").isdecimal():
             numbers = (environ.get(key, "") if key else "" for key in rest)
             size, local_rank, local_size = (int(n) if n.isdecimal() else None for n in numbers)
+            if local_size is None:
+                local_rank, local_size = _place_in_step(environ)
             return Launcher(name, int(environ[rank]), size, local_rank, local_size)
     return None
+
+
+def _place_in_step(environ):
+    """The local rank and size of a task of srun, which only has the sizes of all nodes."""
+    sizes = repeated_numbers(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node, local_rank = (environ.get(name, "") for name in ("SLURM_NODEID", "SLURM_LOCALID"))
+    if environ.get("SLURM_STEP_ID", "") in _NO_STEPS or not local_rank.isdecimal():
+        return None, None
+    if not node.isdecimal() or int(node) >= len(sizes):
+        return int(local_rank), None
+    return int(local_rank), sizes[int(node)]
+
+
+def repeated_numbers(text: str) -> list[int]:
+    """The numbers in SLURM's `2(x3),1`: 2, 2, 2 and 1."""
+    numbers = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        numbers += [int(number)] * int(times or 1)
+    return numbers

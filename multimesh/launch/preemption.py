@@ -13,6 +13,7 @@ import signal
 import threading
 
 from multimesh.errors import UsageError
+from multimesh.launch import wire
 from multimesh.launch.environment import detect_launcher
 from multimesh.launch.startup import require_init
 
@@ -60,21 +61,37 @@ def _restore_defaults():
         signal.signal(number, signal.SIG_DFL)
 
 
-class _ProcessWatch:
+class _Watch:
+    """What this process knows of notices."""
+
+    _is_time = False
+
+    def ask(self) -> bool:
+        if not self._is_time and self._has_come():
+            self._is_time = True
+            # The notice need not have come through mmrun, whose exit code is to tell of it.
+            wire.notify(wire.Kind.NOTICE, {"signal": signal.SIGTERM})
+        return self._is_time
+
+    def _has_come(self) -> bool:
+        raise NotImplementedError
+
+
+class _ProcessWatch(_Watch):
     """Notices of a process on its own."""
 
     def __init__(self):
         self._was_told = False
         _handle_notices(self._hear)
 
-    def ask(self) -> bool:
+    def _has_come(self):
         return self._was_told
 
     def _hear(self, number):
         self._was_told = True
 
 
-class _RanksWatch:
+class _RanksWatch(_Watch):
     """Notices of a job of several ranks."""
 
     def __init__(self):
@@ -82,18 +99,15 @@ class _RanksWatch:
 
         self._reached = multihost_utils.reached_preemption_sync_point
         self._calls = 0
-        self._is_time = False
         if any(callable(signal.getsignal(number)) for number in _NOTICES):
             _handle_notices(_jax_handler())
         else:
             # Not through Python, which would handle the signal only after the present step.
             _jax_handler().install(_NOTICES)
 
-    def ask(self) -> bool:
+    def _has_come(self):
         self._calls += 1
-        # JAX says it once, at one call.
-        self._is_time = self._is_time or self._reached(self._calls)
-        return self._is_time
+        return self._reached(self._calls)
 
 
 def _handle_notices(hear):
@@ -127,7 +141,7 @@ class _JaxHandler:
     """
 
     def __init__(self):
-        self._address: int | None = None
+        self._address = 0
         self._signal = ctypes.CDLL(None).signal
         self._signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         self._signal.restype = ctypes.c_void_p

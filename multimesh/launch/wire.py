@@ -12,7 +12,6 @@ anybody on the network can connect to: there each connection starts with a secre
 import enum
 import json
 import os
-import secrets
 import socket
 import struct
 from collections.abc import Sequence
@@ -146,7 +145,7 @@ def listen_on_network(hosts: Sequence[str]) -> Endpoint:
       hosts: The addresses under which ranks may find this host; they try them in turn.
     """
     listener = socket.create_server(("", 0), backlog=4096)
-    secret = secrets.token_hex(16)
+    secret = os.urandom(16).hex()
     port = listener.getsockname()[1]
     places = ",".join(f"{host}:{port}" for host in hosts)
     return Endpoint(listener, f"tcp:{secret}@{places}", secret.encode())

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from multimesh.errors import StallError
-from multimesh.transport.waiting import wait_until
+from multimesh.launch.activity import Wait
+from multimesh.transport.waiting import wait_for_ranks
 
 __all__ = ["LocalGroup", "MpiGroup"]
 
@@ -70,13 +70,13 @@ class MpiGroup:
         """Returns when every rank has called it.
 
         Raises:
-          StallError: Another rank did not come within the timeout.
+          StallError: Another rank did not come within the timeout, or has ended.
         """
-        arrived = self._communicator.Ibarrier().Test
-        if not wait_until(arrived, self._stall_timeout, _LONGEST_SLEEP):
-            raise StallError(
-                f"Rank {self.rank} waited {self._stall_timeout:g} s for the other "
-                f"{self.size - 1} ranks to reach the same point. Expected all ranks to run the "
-                "same program; look for one that failed or does other work, or raise "
-                "MULTIMESH_STALL_TIMEOUT."
-            )
+        others = tuple(rank for rank in range(self.size) if rank != self.rank)
+        wait_for_ranks(
+            self._communicator.Ibarrier().Test,
+            self._stall_timeout,
+            _LONGEST_SLEEP,
+            lambda: Wait(others, "reach the same point of the program"),
+            self.rank,
+        )

@@ -1,14 +1,16 @@
 """MPI messages of plain bytes: sending without waiting, receiving, and waiting with patience."""
 
+import functools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from multimesh import _mpi
-from multimesh.errors import StallError
-from multimesh.transport.waiting import wait_until
+from multimesh.launch.activity import Wait
+from multimesh.transport.waiting import wait_for_ranks
 
 __all__ = ["MESSAGE_LIMIT", "Mailbox"]
 
@@ -76,13 +78,19 @@ class Mailbox:
             for chunk in self._chunks(buffer)
         ]
 
-    def wait(self, requests: list[Any]) -> bool:
+    def wait(self, requests: list[Any], describe: Callable[[], Wait]) -> None:
         """Waits until all requests are done.
 
-        Returns:
-          Whether they were within the timeout.
+        Args:
+          requests: What to wait for.
+          describe: Says which ranks have not done what yet.
+
+        Raises:
+          StallError: They were not done within the timeout, or a rank has ended.
         """
-        return wait_until(lambda: self.done(requests), self.stall_timeout, _LONGEST_SLEEP)
+        wait_for_ranks(
+            lambda: self.done(requests), self.stall_timeout, _LONGEST_SLEEP, describe, self.rank
+        )
 
     def done(self, requests: list[Any]) -> bool:
         """Whether all requests are done."""
@@ -98,17 +106,12 @@ class Mailbox:
         """Waits until everything has left.
 
         Raises:
-          StallError: A payload did not leave within the timeout.
+          StallError: A payload did not leave within the timeout, or its receiver has ended.
         """
         while self._sending:
             first = self._sending[0]
-            if not self.wait(first.requests):
-                raise StallError(
-                    f"{first.name}: microbatch {first.microbatch}, sent by rank {self.rank}, was "
-                    f"not received by rank {first.target} within {self.stall_timeout:g} s. Look "
-                    f"for an error or a slow step on rank {first.target}, or raise "
-                    "MULTIMESH_STALL_TIMEOUT."
-                )
+            until = f"receive microbatch {first.microbatch} of {first.name} from rank {self.rank}"
+            self.wait(first.requests, functools.partial(Wait, (first.target,), until))
             self._sending.popleft()
 
     def cancel(self, requests: list[Any]) -> None:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from multimesh.errors import StallError, UsageError
+from multimesh.launch.activity import Wait
 from multimesh.transport.base import Channel, Transfer
 from multimesh.transport.buffers import BufferPool
 from multimesh.transport.exchange import Message, exchange
@@ -221,19 +222,18 @@ class _MpiChannel:
                 f"{self._name}: rank {self._mailbox.rank} took microbatch {microbatch} before it "
                 "sent its own part. The instructions of this rank are out of order."
             )
-        if self._mailbox.wait([request for each in instance.requests for request in each]):
-            return
+        requests = [request for each in instance.requests for request in each]
+        self._mailbox.wait(requests, lambda: self._late(microbatch, instance))
+
+    def _late(self, microbatch: int, instance: _Instance) -> Wait:
+        """What has not come yet."""
         late = {
             message.source
             for message, requests in zip(self._plan.incoming, instance.requests, strict=True)
             if not self._mailbox.done(requests)
         }
-        ranks = ", ".join(map(str, sorted(late)))
-        raise StallError(
-            f"{self._name}: microbatch {microbatch} did not come to rank {self._mailbox.rank} from "
-            f"rank {ranks} within {self._mailbox.stall_timeout:g} s. Look for an error or a slow "
-            f"step on rank {ranks}, or raise MULTIMESH_STALL_TIMEOUT."
-        )
+        until = f"send microbatch {microbatch} of {self._name} to rank {self._mailbox.rank}"
+        return Wait(tuple(sorted(late)), until)
 
 
 def _cancel(mailbox: Mailbox, instances: dict[int, _Instance]) -> None:

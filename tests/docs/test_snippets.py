@@ -80,3 +80,12 @@ def test_every_environment_variable_is_documented():
     page = (ROOT / "docs" / "launching.md").read_text()
     documented = re.findall(r"^\| `(MULTIMESH_\w+)`", page, re.MULTILINE)
     assert sorted(documented) == sorted(re.findall(r"\bMULTIMESH_\w+", config.__doc__))
+
+
+def test_every_option_of_mmrun_is_documented():
+    command = [sys.executable, ROOT / "scripts" / "mmrun", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    options = set(re.findall(r"^ +(--[\w-]+)", shown, re.MULTILINE))
+    assert "--log-dir" in options
+    page = (ROOT / "docs" / "launching.md").read_text()
+    assert options - {"--help"} == set(re.findall(r"^\| `(--[\w-]+)", page, re.MULTILINE))

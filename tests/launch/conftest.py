@@ -1,9 +1,13 @@
 """Starts real jobs from a process that has no MPI, each with a time limit."""
 
+import contextlib
+import fcntl
 import os
 import re
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from dataclasses import dataclass, replace
@@ -79,6 +83,33 @@ def mmrun(tmp_path):
         return replace(ended, stderr=ended.stderr[choice.end() :]) if choice else ended
 
     return mmrun
+
+
+@pytest.fixture
+def mmrun_on_terminal(tmp_path):
+    """Runs `mmrun -n RANKS WORDS...` on a terminal of 60 columns and returns what it is sent."""
+
+    def mmrun_on_terminal(ranks, *words, **variables):
+        controller, terminal = os.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+        process = subprocess.Popen(
+            [sys.executable, REPOSITORY / "scripts" / "mmrun", "-n", str(ranks), *words],
+            cwd=tmp_path,
+            env=clean_environment(TERM="xterm", **variables),
+            stdin=subprocess.DEVNULL,
+            stdout=terminal,
+            stderr=terminal,
+        )
+        os.close(terminal)
+        sent = b""
+        with contextlib.suppress(OSError):  # at its end: nobody has the terminal open
+            while data := os.read(controller, 65536):
+                sent += data
+        os.close(controller)
+        assert process.wait(TIME_LIMIT) == 0, sent
+        return sent
+
+    return mmrun_on_terminal
 
 
 @pytest.fixture

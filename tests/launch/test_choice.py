@@ -104,6 +104,13 @@ def test_srun_inside_a_job(fake_slurm, mpi, pmi):
     assert "--cpu-bind=none" not in launch([], mpi, fake_slurm(task_plugin="task/none")).command
 
 
+def test_srun_gets_the_settings_of_the_mpi_too(fake_slurm):
+    here = launch([], environ=fake_slurm(nodes=(socket.gethostname(),)))
+    assert here.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert here.environ["OMPI_MCA_btl"] == "^ofi"
+    assert "OMPI_MCA_btl" not in launch([], environ=fake_slurm()).environ  # their fabric is unknown
+
+
 def test_one_node_needs_no_network(fake_slurm):
     assert launch([], environ=fake_slurm(nodes=(socket.gethostname(),))).hosts == ()
     assert launch([], environ=fake_slurm(nodes=("elsewhere",))).hosts == ("elsewhere",)

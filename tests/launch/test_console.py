@@ -191,6 +191,50 @@ def test_a_bar_never_takes_a_second_row(terminal):
     assert drawn() == b"[0] " + b"#" * 16
 
 
+NESTED = (
+    b"\repoch 1",
+    b"\n",
+    b"\rbatch 1",
+    b"\x1b[A",
+    b"\repoch 2",
+    b"\n",
+    b"\rbatch 2",
+    b"\x1b[A",
+    b"\n",
+    b"\r       ",  # tqdm's way to remove it
+    b"\x1b[A",
+    b"\repoch 3",
+    b"\n",
+)
+
+
+def test_bars_below_each_other_leave_their_last_states(capfd):
+    console = Console()
+    for part in NESTED:
+        console.feed(0, ERRORS, part)
+    console.feed(0, ERRORS, b"done\n\nreally\n")
+    console.finish(0)
+    # That the cursor can go up is known only after the first line.
+    lines = ["epoch 1", "epoch 3", "done", "", "really"]
+    assert capfd.readouterr().err == "".join(f"[0] {line}\n" for line in lines)
+
+
+def test_bars_below_each_other_are_redrawn_together(terminal):
+    fd, drawn = terminal
+    console = console_on(fd)
+    for part in NESTED[:8]:
+        console.feed(0, ERRORS, part)
+    assert drawn().endswith(b"[0] epoch 2\n[0] batch 2")
+    console.feed(1, OUTPUT, b"hello\n")
+    assert drawn() == ERASE + b"\x1b[A" + ERASE + b"[1] hello\n[0] epoch 2\n[0] batch 2"
+    for part in NESTED[8:]:
+        console.feed(0, ERRORS, part)
+    removed, changed = ERASE + b"\x1b[A" + ERASE + b"[0] epoch 2", ERASE + b"[0] epoch 3"
+    assert drawn() == removed + changed
+    console.finish(0)
+    assert drawn() == ERASE + b"[0] epoch 3\n"
+
+
 def test_lines_of_a_file_do_not_disturb_the_bar(terminal):
     fd, drawn = terminal
     read_end, write_end = os.pipe()
@@ -233,7 +277,7 @@ def test_prefixes_are_coloured_on_a_terminal(terminal):
 
 
 @pytest.mark.parametrize(
-    ("environ", "prefix", "has_live_line"),
+    ("environ", "prefix", "has_live_rows"),
     [
         ({}, CYAN + b"[0]" + RESET, True),
         ({"NO_COLOR": "1"}, b"[0]", True),
@@ -241,11 +285,11 @@ def test_prefixes_are_coloured_on_a_terminal(terminal):
         ({"TERM": "dumb"}, b"[0]", False),
     ],
 )
-def test_colours_are_a_matter_of_the_environment(monkeypatch, environ, prefix, has_live_line):
+def test_colours_are_a_matter_of_the_environment(monkeypatch, environ, prefix, has_live_rows):
     monkeypatch.setattr(os, "isatty", lambda fd: True)
     screen = Screen.on_standard_output(environ)
     assert screen.coloured(OUTPUT, 0, b"[0]") == prefix
-    assert screen.has_live_line is has_live_line
+    assert screen.has_live_rows is has_live_rows
 
 
 def test_no_colours_in_a_file():
@@ -290,6 +334,11 @@ def test_a_folder_that_cannot_be_written_starts_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match=r"cannot write .*file: File exists"):
         Console.from_options(Options(("x",), log_dir=str(tmp_path / "file")), 2)
+
+
+def test_a_rank_to_show_must_exist():
+    with pytest.raises(StartupError, match="a rank from 0 to 1"):
+        Console.from_options(Options(("x",), only_rank=2), 2)
 
 
 def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path, capfd):

@@ -214,3 +214,35 @@ def test_jobs_at_the_same_time_do_not_meet(start_mmrun, write):
         output, errors = job.communicate(timeout=90)
         assert job.returncode == 0, errors
         assert sorted(output.splitlines()) == [f"[0] {number}", f"[1] {number}"]
+
+
+# Rank 1 meets the coordinator of another job so many times; each time all ranks start again.
+STRANGERS = """
+import sys, multimesh
+from multimesh.errors import StartupError
+from multimesh.launch import coordinator
+
+has_nonce, strangers = coordinator._has_nonce, [int(sys.argv[1])]
+def finds_strangers(nonce, rank, timeout):
+    found = has_nonce(nonce, rank, timeout)
+    if rank == 1 and strangers[0]:
+        strangers[0] -= 1
+        return False
+    return found
+coordinator._has_nonce = finds_strangers
+try:
+    multimesh.init(cpus=2)
+    import jax
+    print(len(jax.devices()), "devices")
+except StartupError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strangers", "says"), [(2, "2 devices"), (3, "belongs to another job, as those on 2 ports")]
+)
+def test_a_coordinator_of_another_job(mmrun, write, strangers, says):
+    ended = mmrun(2, write(STRANGERS), str(strangers))
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.count(says) == 2

@@ -1,5 +1,6 @@
 """What a user of mmrun sees: output, exit codes, and a program that does not notice mmrun."""
 
+import os
 import re
 import sys
 import time
@@ -211,11 +212,16 @@ def test_stopping_mmrun_leaves_nothing_behind(start_mmrun, write, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "0", "x"], "at least 1"),
+        (["-n", "0", "x"], "must be a whole number, 1 or more. Got '0'"),
+        (["-n", "x", "x"], "must be a whole number, 1 or more. Got 'x'"),
+        (["--grace", "no", "x"], "must be a positive number of seconds. Got 'no'"),
+        (["-n", "2", "--hosts", "", PYTHON, "-c", "1"], "Expected hosts like"),
+        (["-n", "2", os.devnull], "is not executable"),
+        (["-n", "2", os.curdir], "is a folder"),
         (["-n", "2"], "expected a program"),
         (["-n", "2", "no_such_program"], "no program 'no_such_program'"),
         (["-n", "2", "no_such_script.py"], "no file 'no_such_script.py'"),
-        (["-n", "2", PYTHON], "Expected a program after"),
+        (["-n", "2", PYTHON], "to run. Got nothing"),
     ],
 )
 def test_a_wrong_command_line_starts_nothing(python, words, message):

@@ -10,6 +10,15 @@ from multimesh.launch.mmrun.library import MPI, find_mpi
 from multimesh.launch.mmrun.verdict import Verdict
 from multimesh.launch.wire import Kind, Message
 
+# The last of three nodes of a job step.
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "4",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+
 
 @pytest.mark.parametrize(
     ("environ", "launcher"),
@@ -37,6 +46,9 @@ from multimesh.launch.wire import Kind, Message
             Launcher("srun", 1, 2),
         ),
         ({"PMIX_RANK": "2"}, Launcher("PMIx", 2, None)),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "5"}, Launcher("srun", 4, 5, 0, 1)),
+        (STEP | {"PMI_RANK": "4", "PMI_SIZE": "5"}, Launcher("PMI", 4, 5, 0, 1)),
+        (STEP | {"SLURM_NODEID": "1", "PMIX_RANK": "3"}, Launcher("srun", 4, None, 0, 2)),
     ],
 )
 def test_launchers_are_known_by_their_environment(environ, launcher):

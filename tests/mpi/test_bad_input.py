@@ -17,7 +17,7 @@ RANK = jax.process_index()
 # The last rank is the odd one out.
 ODD = jax.process_count() - 1 == RANK
 
-pytestmark = pytest.mark.skipif(jax.process_count() == 1, reason="one rank cannot differ")
+pytestmark = pytest.mark.mpi(ranks=(2, 4))
 
 
 def everywhere_refused(error, build):

@@ -13,6 +13,8 @@ from support import cases, oracle, plans, ranks
 from multimesh.jax import fetch
 from multimesh.jax.flax import parallelize_eval
 
+pytestmark = pytest.mark.mpi(ranks=(1, 2, 4))
+
 ROWS, STEPS = 32, 2
 SIZE = jax.process_count()
 SPLITS = {2: [1, 1], 4: [1, 1, 1, 1]}  # layers of each stage
@@ -87,6 +89,7 @@ def test_equals_plain_jax(combination):
 
 
 @pytest.mark.slow
+@pytest.mark.mpi(ranks=2)
 @pytest.mark.parametrize("combination", FULL_MATRIX, ids=lambda c: "-".join(map(str, c)))
 def test_equals_plain_jax_in_every_combination(combination):
     _check(*combination)
@@ -101,6 +104,7 @@ def _check_model(name, arrange):
 
 
 @pytest.mark.slow
+@pytest.mark.mpi(ranks=2)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_every_model_equals_plain_jax(name):
     _check_model(name, cases.wide)

@@ -5,16 +5,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["clean_environment", "run_script"]
+__all__ = ["COMPILE_QUICKLY", "clean_environment", "run_script"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Variables by which a launcher tells a process its rank; an outer job's must not leak in.
 LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+# For programs that compile far more than they compute.
+COMPILE_QUICKLY = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def clean_environment():
     """This process's environment without an outer job, and with this checkout importable."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        # SLURM_CONF says which SLURM to use, if any.
+        if not name.startswith(LAUNCHER_PREFIXES) or name == "SLURM_CONF"
+    }
     paths = (str(REPOSITORY), str(REPOSITORY / "tests"), environ.get("PYTHONPATH"))
     return environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

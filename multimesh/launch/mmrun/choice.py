@@ -19,7 +19,7 @@ from multimesh.errors import StartupError
 from multimesh.launch.mmrun import slurm
 from multimesh.launch.mmrun.backends import mpich, openmpi, srun
 from multimesh.launch.mmrun.hosts import fill, is_here, parse_hosts, read_hostfile
-from multimesh.launch.mmrun.library import MPI
+from multimesh.launch.mmrun.library import MPI, with_home
 from multimesh.launch.mmrun.options import Options
 
 __all__ = ["Launch", "choose"]
@@ -65,11 +65,11 @@ def choose(
     Raises:
       StartupError: What was asked for cannot be had here.
     """
-    environ = {name: value for name, value in environ.items() if not _RANK_VARIABLES.match(name)}
+    environ = {k: v for k, v in with_home(environ).items() if not _RANK_VARIABLES.match(k)}
     start = _Start(options, mpi, tuple(rank_command), environ)
-    if options.hosts:
+    if options.hosts is not None:
         return start.on_hosts(parse_hosts(options.hosts), "--hosts was given")
-    if options.hostfile:
+    if options.hostfile is not None:
         return start.on_hosts(read_hostfile(options.hostfile), "--hostfile was given")
     allocation = slurm.read_allocation(environ)
     if allocation is not None:
@@ -120,6 +120,11 @@ class _Start:
     rank_command: tuple[str, ...]
     environ: Mapping[str, str]
 
+    @property
+    def backend(self):
+        """What knows how this MPI is started."""
+        return {"openmpi": openmpi, "mpich": mpich}[self.mpi.kind]
+
     def on_hosts(self, hosts, why):
         """By mpiexec, on as many of some hosts as the ranks need."""
         hosts = fill(hosts, self.options.ranks)
@@ -129,9 +134,8 @@ class _Start:
         """By mpiexec, on some hosts, or on this one if there are none."""
         here = all(is_here(host.name) for host in hosts) and len(hosts) <= 1
         remote = () if here else hosts
-        backend = {"openmpi": openmpi, "mpich": mpich}[self.mpi.kind]
-        environ = backend.environment(self.environ, has_fabric=_has_fabric())
-        command = backend.command(
+        environ = self.backend.environment(self.environ, has_fabric=_has_fabric())
+        command = self.backend.command(
             self.mpi.mpiexec, ranks, self.rank_command, remote, self.options.rsh, environ
         )
         where = ", ".join(f"{host.name}:{host.places}" for host in remote) or "this host"
@@ -153,7 +157,10 @@ class _Start:
         # A batch job with one node has mmrun and the ranks on it; salloc's shell is elsewhere.
         hosts = () if len(nodes) == 1 and is_here(nodes[0].name) else nodes
         reason = f"{_count(ranks)} by srun --mpi={pmi} for {self.mpi.name} ({why})"
-        environ = srun.environment(self.environ, is_bundled=self.mpi.is_bundled)
+        # A log-in node tells nothing of the nodes' fabric.
+        has_fabric = _has_fabric() or not any(is_here(node.name) for node in nodes)
+        environ = self.backend.environment(self.environ, has_fabric=has_fabric)
+        environ = srun.environment(environ, is_bundled=self.mpi.is_bundled)
         return Launch(tuple(command), environ, ranks, _names(hosts), reason)
 
 

@@ -17,7 +17,7 @@ from multimesh.launch.mmrun.console import Console
 from multimesh.launch.mmrun.hosts import addresses_for
 from multimesh.launch.mmrun.library import find_mpi
 from multimesh.launch.mmrun.options import Options, parse_options
-from multimesh.launch.mmrun.watch import Job
+from multimesh.launch.mmrun.watch import Job, has_input
 
 __all__ = ["main"]
 
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
       The exit code: that of the first rank that failed, or 0.
     """
+    _open_closed_streams()
     options = parse_options(arguments)
     if options.doctor:
         from multimesh.launch.mmrun.doctor import run_doctor  # no other command needs it
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         launcher = detect_launcher()
         if launcher is not None and launcher.size != 1:
             return _run_in_place(options, program, launcher, environ)
-        rank_command = program.rank_command(bind=options.bind == "cores")
+        rank_command = program.rank_command(bind=options.bind == "cores", has_input=has_input())
         launch = choose(options, find_mpi(program.interpreter), rank_command, environ)
         if options.dry_run:
             return _show(launch.reason, launch.command, launch.environ)
@@ -65,7 +66,7 @@ def _launch(options: Options, launch: Launch) -> int:
     environ = dict(launch.environ)
     with (
         contextlib.closing(Console.from_options(options, launch.ranks)) as console,
-        tempfile.TemporaryDirectory(prefix="mmrun-") as folder,
+        tempfile.TemporaryDirectory(prefix="mmrun-", dir=_socket_folder()) as folder,
     ):
         addresses = addresses_for(launch.hosts)
         endpoint = (
@@ -80,6 +81,9 @@ def _launch(options: Options, launch: Launch) -> int:
             return job.run(launch.command, environ | console.rank_environment(environ))
         except BrokenPipeError:  # nobody reads the output any more, as after `| head`
             return _OUTPUT_CLOSED
+        except OSError as error:  # the disk that the output goes to is full, for one
+            _say(f"the job was ended: {error}")
+            return 1
 
 
 def _run_in_place(options: Options, program: Program, launcher: Launcher, environ) -> int:
@@ -89,12 +93,15 @@ def _run_in_place(options: Options, program: Program, launcher: Launcher, enviro
             f"{launcher.name} has already started {launcher.size} ranks, and mmrun, inside one of "
             f"them, was asked for {options.ranks}. Give one of the two the number of ranks."
         )
-    command = program.plain_command()
     reason = f"rank {launcher.rank} of {launcher.name} runs the program; nothing more is started"
+    command = program.in_place_command()
     if options.dry_run:
         return _show(reason, command, environ)
     if launcher.rank == 0:
         _say(f"{launcher.name} has already started the ranks: each runs the program in its place")
+    if not program.is_python:
+        # An mmrun around this rank has seen Python start; the end of it, it will not see.
+        wire.notify(wire.Kind.FINISHED)
     os.execvpe(command[0], command, environ)
 
 
@@ -104,7 +111,21 @@ def _rank_environment(options: Options) -> dict[str, str]:
     for variable, option in _VARIABLES.items():
         if getattr(options, option) is not None:
             environ[variable] = f"{getattr(options, option):g}"
+    if options.stacks:
+        environ["MULTIMESH_STACKS"] = "1"
     return environ
+
+
+def _open_closed_streams():
+    """Gives each standard stream that is closed a place: a socket must not get its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def _socket_folder() -> str | None:
+    """Where the socket goes: a path of more than 107 bytes cannot be one. None: the default."""
+    return None if len(os.fsencode(tempfile.gettempdir())) < 80 else "/tmp"
 
 
 def _show(reason, command, environ) -> int:
@@ -120,4 +141,5 @@ def _show(reason, command, environ) -> int:
 
 
 def _say(text):
-    print(f"mmrun: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # there may be no place left to say it
+        print(f"mmrun: {text}", file=sys.stderr, flush=True)

@@ -30,21 +30,31 @@ class Program:
     arguments: tuple[str, ...]
     is_python: bool
 
-    def rank_command(self, *, bind: bool) -> list[str]:
-        """The command line of one rank."""
+    def rank_command(self, *, bind: bool, has_input: bool) -> list[str]:
+        """The command line of one rank.
+
+        Args:
+          bind: Whether the rank gives itself a share of the cores.
+          has_input: Whether what is typed reaches rank 0. Not every MPI passes on the end of a
+            pipe or a file, for which the program would then wait.
+        """
         flags = ["--bind"] if bind else []
+        if not has_input:
+            flags.append("--no-input")
         if not self.is_python:
             flags.append("--exec")
+        return self._start_of_rank(flags)
+
+    def in_place_command(self) -> list[str]:
+        """The command line of the program in a rank that has been started already."""
+        return self._start_of_rank(["--in-place"]) if self.is_python else list(self.arguments)
+
+    def _start_of_rank(self, flags):
         if {"-P", "-I"} & set(self.options) or os.environ.get("PYTHONSAFEPATH"):
             flags.append("--safe-path")
         # With -P nothing in the working directory can hide a module that the start needs.
         start = [self.interpreter, *self.options, "-P", "-m", "multimesh.launch.rank"]
         return [*start, *flags, "--", *self.arguments]
-
-    def plain_command(self) -> list[str]:
-        """The command line of the program itself."""
-        start = [self.interpreter, *self.options] if self.is_python else []
-        return [*start, *self.arguments]
 
 
 def parse_program(words: Sequence[str]) -> Program:
@@ -66,13 +76,24 @@ def parse_program(words: Sequence[str]) -> Program:
     if path is None and name in ("python", "python3"):
         path = sys.executable  # mmrun was called by its path, without an activated environment
     if path is None:
-        raise StartupError(f"There is no program {name!r}. Expected a Python file or a command.")
+        raise StartupError(f"{_why_not(name)} Expected a Python file or a command.")
     if Path(path).name.startswith("python"):
         return _python_program(path, words[1:])
     interpreter = _shebang_python(path)
     if interpreter:
         return _python_program(interpreter, [path, *words[1:]])
     return Program(sys.executable, (), tuple(words), is_python=False)
+
+
+def _why_not(name):
+    """Why a name is no command."""
+    if os.path.isdir(name):
+        return f"{name!r} is a folder."
+    if os.path.exists(name):
+        return (
+            f"The file {name!r} is not executable: run `chmod +x` on it, or name its interpreter."
+        )
+    return f"There is no program {name!r}."
 
 
 def _python_program(interpreter, words):
@@ -84,7 +105,8 @@ def _python_program(interpreter, words):
         first += 2 if words[first] in _OPTIONS_WITH_VALUE else 1
     options, program = tuple(words[:first]), tuple(words[first:])
     if not program or (program[0] in ("-m", "-c") and len(program) == 1):
-        raise StartupError(f"Expected a program after {interpreter}. Got {' '.join(words)!r}.")
+        got = " ".join(words) or "nothing"
+        raise StartupError(f"Expected a program for {interpreter} to run. Got {got}.")
     if not program[0].startswith("-") and not Path(program[0]).exists():
         raise StartupError(f"There is no file {program[0]!r} in {os.getcwd()}.")
     return Program(interpreter, options, program, is_python=True)

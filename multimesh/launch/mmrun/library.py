@@ -10,20 +10,20 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh.errors import StartupError
 
-__all__ = ["MPI", "find_mpi"]
+__all__ = ["MPI", "find_mpi", "with_home"]
 
 _PROBE = """
 import sys
 import mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
-print(MPI.Get_library_version().split("\\n")[0])
+print(MPI.Get_library_version().split("\\n")[0].strip("\\0"))
 with open("/proc/self/maps") as maps:
     print(next((line.split()[-1] for line in maps if "/libmpi" in line), ""))
 print(sys.prefix)
@@ -106,12 +106,24 @@ def _find_mpiexec(version, library, names, sign):
 
 def _run(command):
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_SECONDS,
+            env=with_home(os.environ),
+        )
     except subprocess.TimeoutExpired as exc:
         raise StartupError(
             f"{shlex.join(command[:1])} did not answer within {_ANSWER_SECONDS} s. A broken MPI or "
             "a file system that hangs is the usual reason; `mmrun --doctor` looks."
         ) from exc
+
+
+def with_home(environ: Mapping[str, str]) -> dict[str, str]:
+    """Adds HOME where it is not set, as in some containers: Open MPI does nothing without it."""
+    home = os.path.expanduser("~")
+    return {"HOME": home if os.path.isabs(home) else "/"} | dict(environ)
 
 
 def _candidates(library: str, names: tuple[str, ...]) -> Iterator[str]:

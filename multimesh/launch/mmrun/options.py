@@ -24,6 +24,7 @@ class Options:
       stall_timeout: Seconds a rank waits for another before the job ends, or None for the
         environment's, or the default.
       start_timeout: Seconds within which every rank must have called `init`, or None likewise.
+      stacks: Whether the report of a hang shows the Python stacks of every rank.
       grace: Seconds that ranks have to save after a preemption notice.
       only_rank: The one rank whose output is shown, or None for all.
       log_dir: A folder for one file of output per rank, or None.
@@ -42,6 +43,7 @@ class Options:
     bind: str = "cores"
     stall_timeout: float | None = None
     start_timeout: float | None = None
+    stacks: bool = False
     grace: float = 30.0
     only_rank: int | None = None
     log_dir: str | None = None
@@ -64,9 +66,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     options = Options(**values | {"program": tuple(values["program"])})
     if not options.program and not options.doctor:
         parser.error("expected a program to run, such as `mmrun -n 2 python train.py`")
-    if options.hosts and options.hostfile:
+    if options.hosts is not None and options.hostfile is not None:
         parser.error("expected --hosts or --hostfile, not both")
-    if options.backend == "srun" and (options.hosts or options.hostfile):
+    if options.backend == "srun" and (options.hosts, options.hostfile) != (None, None):
         parser.error("expected --hosts or --backend srun, not both: srun has the job's hosts")
     return options
 
@@ -130,6 +132,9 @@ def _add_limits(group):
         help="seconds a rank waits for another before the job ends with a report (default: 120)",
     )
     group.add_argument(
+        "--stacks", action="store_true", help="show every rank's Python stacks in that report"
+    )
+    group.add_argument(
         "--start-timeout",
         type=_seconds,
         metavar="S",
@@ -159,21 +164,24 @@ def _add_output(group):
 
 
 def _count(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1. Got {text}.")
-    return number
+    return _number(text, int, lambda number: number >= 1, "a whole number, 1 or more")
 
 
 def _rank(text):
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be a rank, 0 or more. Got {text}.")
-    return number
+    return _number(text, int, lambda number: number >= 0, "a rank, 0 or more")
 
 
 def _seconds(text):
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds. Got {text}.")
+    return _number(
+        text, float, lambda number: 0 < number < math.inf, "a positive number of seconds"
+    )
+
+
+def _number(text, kind, is_valid, expected):
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or not is_valid(number):
+        raise argparse.ArgumentTypeError(f"must be {expected}. Got {text!r}.")
     return number

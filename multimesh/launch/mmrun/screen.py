@@ -1,7 +1,7 @@
-"""mmrun's own standard output and error, with one live line at the bottom of a terminal.
+"""mmrun's own standard output and error, with live rows at the bottom of a terminal.
 
-The live line is what a rank has written since its last newline: its progress bar, or a prompt.
-It is drawn again below any other line that comes in between.
+The live rows are what a rank has not finished: its progress bars, or a prompt. They are drawn
+again below any other line that comes in between.
 """
 
 import errno
@@ -9,7 +9,7 @@ import os
 import re
 import select
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 __all__ = ["ERRORS", "LONGEST_ROW", "OUTPUT", "Screen", "fit", "rank_environment"]
 
@@ -17,11 +17,11 @@ OUTPUT, ERRORS = 1, 2
 # More bytes than any terminal shows in one row.
 LONGEST_ROW = 1 << 14
 
-_ERASE_LINE = b"\r\x1b[K"
+_ERASE_ROW, _ROW_ABOVE = b"\r\x1b[K", b"\x1b[A"
 _RESET = b"\x1b[0m"
 # Cyan, yellow, green, magenta, blue, and their bright forms; red is left to errors.
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-# An escape sequence, or one character. Of the sequences only colours can be in a live line:
+# An escape sequence, or one character. Of the sequences only colours can be in a live row:
 # the others move the cursor, or erase.
 _CELL = re.compile(r"(?P<colour>\x1b\[[\d;:]*m)|\x1b\[[0-?]*[ -/]*[@-~]|.", re.DOTALL)
 
@@ -41,14 +41,14 @@ class Screen:
 
         Args:
           output: The descriptor for `OUTPUT`.
-          errors: The descriptor for `ERRORS`, where the live line is shown.
+          errors: The descriptor for `ERRORS`, where the live rows are shown.
           terminals: Those of `OUTPUT` and `ERRORS` that are terminals.
           has_colours: Whether terminals show colours.
         """
         self._descriptors = {OUTPUT: output, ERRORS: errors}
         self._terminals = terminals
         self._has_colours = has_colours
-        self._live = b""
+        self._live: list[bytes] = []
 
     @classmethod
     def on_standard_output(cls, environ: Mapping[str, str]) -> "Screen":
@@ -59,14 +59,14 @@ class Screen:
         return cls(terminals=terminals, has_colours=not environ.get("NO_COLOR"))
 
     @property
-    def has_live_line(self) -> bool:
-        """Whether a live line is shown."""
+    def has_live_rows(self) -> bool:
+        """Whether live rows are shown."""
         return ERRORS in self._terminals
 
     @property
     def size(self) -> os.terminal_size | None:
         """Columns and lines of the terminal, or None without one that knows."""
-        if not self.has_live_line:
+        if not self.has_live_rows:
             return None
         try:
             size = os.get_terminal_size(self._descriptors[ERRORS])
@@ -80,29 +80,29 @@ class Screen:
             return prefix
         return b"\x1b[0;%dm%s%s" % (_COLOURS[rank % len(_COLOURS)], prefix, _RESET)
 
-    def write(self, stream: int, lines: bytes, live: bytes = b""):
-        """Writes whole lines, and leaves a live line below them.
+    def write(self, stream: int, lines: bytes, live: Sequence[bytes] = ()):
+        """Writes whole lines, and leaves live rows below them.
 
         Args:
           stream: `OUTPUT` or `ERRORS`.
-          lines: What to write; may be empty, to change the live line only.
-          live: The live line, with its prefix.
+          lines: What to write; may be empty, to change the live rows only.
+          live: The live rows, each with its prefix.
 
         Raises:
           BrokenPipeError: If nobody reads the output any more.
         """
-        if not self.has_live_line:
+        if not self.has_live_rows:
             _write_all(self._descriptors[stream], lines)
             return
         size = self.size
-        live = fit(live, size.columns) if size else live
+        rows = [fit(row, size.columns) if size else row for row in live]
         if lines and stream not in self._terminals:
             _write_all(self._descriptors[stream], lines)
             lines = b""
-        if lines or live != self._live:
-            erase = _ERASE_LINE if self._live else b""
-            _write_all(self._descriptors[ERRORS], erase + lines + live)
-            self._live = live
+        if lines or rows != self._live:
+            erase = _ROW_ABOVE.join([_ERASE_ROW] * len(self._live))
+            _write_all(self._descriptors[ERRORS], erase + lines + b"\n".join(rows))
+            self._live = rows
 
 
 def rank_environment(

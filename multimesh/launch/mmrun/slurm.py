@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from multimesh.errors import StartupError
+from multimesh.launch.environment import repeated_numbers
 from multimesh.launch.mmrun.hosts import Host
 
 __all__ = ["Allocation", "can_bind_tasks", "read_allocation", "supported_pmis"]
@@ -46,8 +47,8 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     if not job or not nodelist:
         return None
     names = _expand(nodelist)
-    per_node = _repeat(environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
-    cpus = _repeat(environ.get("SLURM_JOB_CPUS_PER_NODE", f"1(x{len(names)})"))
+    per_node = repeated_numbers(environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
+    cpus = repeated_numbers(environ.get("SLURM_JOB_CPUS_PER_NODE", f"1(x{len(names)})"))
     if len(per_node) != len(names):
         raise StartupError(
             f"SLURM's variables do not agree: SLURM_JOB_NODELIST={nodelist} has {len(names)} "
@@ -84,14 +85,6 @@ def _expand(nodelist):
             "PATH inside a job over several nodes."
         )
     return names
-
-
-def _repeat(text):
-    """The numbers in SLURM's `2(x3),1`."""
-    numbers = []
-    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        numbers += [int(number)] * int(times or 1)
-    return numbers
 
 
 def _ask(command):

@@ -17,7 +17,7 @@ from multimesh.launch.wire import Kind, Message
 __all__ = ["Failure", "Request", "Verdict"]
 
 # The ranks see a stall too, and can say more about it: they come first.
-_RANKS_COME_FIRST = 3.0
+_RANKS_COME_FIRST = 4.0
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,15 @@ class Verdict:
 
     def lose(self, number: int):
         """A rank's supervisor has closed its connection."""
-        if not self._ranks[number].is_gone:
-            place = self.place(number)
+        if self._ranks[number].is_gone:
+            return
+        place = self.place(number)
+        if self.request is None:
             self.fail(number, f"{place} vanished without saying how it ended", 1)
+        else:
+            # srun ends all ranks with the first one that leaves without finalizing MPI.
+            text = f"{_asked(self.request)}; {place} was killed by what had started it"
+            self._fail_as_asked(self.request, text)
 
     def fail(self, rank: int | None, reason: str, exit_code: int, traceback: str = ""):
         """Records a failure, if it is the first."""
@@ -134,7 +140,7 @@ class Verdict:
         if self.request is None:
             self.request = request
             text = f"{_asked(request)}; killed after {self.grace:g} s of grace"
-            self._limit(request, self.grace, lambda: self.fail(None, text, request.exit_code))
+            self._limit("grace", self.grace, lambda: self._fail_as_asked(request, text))
 
     def patience(self) -> float | None:
         """Seconds until `check_limits` has something to do, or None if nobody waits."""
@@ -155,20 +161,29 @@ class Verdict:
         unheard = [rank for rank, state in self._ranks.items() if not state.is_gone]
         if unheard:
             code = mpiexec_code if 0 < mpiexec_code < 256 else 1
-            self.fail(None, f"mpiexec ended with code {mpiexec_code}; no word of {unheard}", code)
+            places = ", ".join(map(self.place, unheard))
+            how = f"code {code}" if mpiexec_code >= 0 else _signal_name(-mpiexec_code)
+            self.fail(None, f"mpiexec ended with {how} before {places} could say why", code)
         elif self.request is not None:
-            rank, traceback = self._traceback or (None, "")
             text = f"{_asked(self.request)}; all ranks ended in time"
-            self.fail(rank, text, self.request.exit_code, traceback)
+            self._fail_as_asked(self.request, text)
+
+    def are_all_gone(self) -> bool:
+        """Whether every rank has reported its end."""
+        return all(state.is_gone for state in self._ranks.values())
 
     def place(self, number: int) -> str:
         """A rank and its host, for a message."""
         return f"rank {number} on {self._ranks[number].host}"
 
-    def stopped(self, number: int) -> str:
-        """By which signal a rank's process is stopped, or ""."""
-        code = self._ranks[number].stop_signal
+    def stopped(self, number: int | None) -> str:
+        """By which signal a rank's process is stopped, or "" if it is not, or is no rank's."""
+        code = 0 if number is None else self._ranks[number].stop_signal
         return _signal_name(code) if code else ""
+
+    def _fail_as_asked(self, request, text):
+        rank, traceback = self._traceback or (None, "")
+        self.fail(rank, text, request.exit_code, traceback)
 
     def _limit(self, key, seconds, act):
         self._limits[key] = (time.monotonic() + seconds, act)
@@ -247,7 +262,7 @@ class Verdict:
             return f"{self.place(number)} was stopped by {_signal_name(state.stop_signal)}"
         if state.has_finished or state.is_gone:
             return f"{self.place(number)} ended with exit code 0"
-        return f"{self.place(number)} did not answer"
+        return f"{self.place(number)} did not go on"
 
 
 def _asked(request):

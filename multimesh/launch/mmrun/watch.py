@@ -24,7 +24,7 @@ from multimesh.launch.mmrun.verdict import Failure, Request, Verdict
 from multimesh.launch.processes import die_with_parent, kill_tagged
 from multimesh.launch.signals import signal_pipe
 
-__all__ = ["Job"]
+__all__ = ["Job", "has_input"]
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _OUTPUTS = {wire.Kind.OUTPUT: consoles.OUTPUT, wire.Kind.ERRORS: consoles.ERRORS}
@@ -61,6 +61,7 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._parsers: dict[socket.socket, wire.Parser] = {}
         self._ranks: dict[socket.socket, int] = {}  # the supervisors' connections
+        self._held: list[socket.socket] = []  # those of ranks that have ended before others may
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
 
@@ -99,11 +100,11 @@ class Job:
     def _start(self, command, environ):
         mmrun = os.getpid()
         # Outside the terminal's foreground group it does not get Ctrl-C, nor may it read there.
-        relays_input = os.isatty(sys.stdin.fileno()) if sys.stdin else False
+        relays_input = has_input()
         mpiexec = subprocess.Popen(
             command,
             env={**environ, wire.ADDRESS_VARIABLE: self._endpoint.address},
-            stdin=subprocess.PIPE if relays_input else None,
+            stdin=subprocess.PIPE if relays_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
@@ -121,13 +122,12 @@ class Job:
         """Returns what passes on a line that was typed on the terminal."""
 
         def relay(terminal):
-            is_ours = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-            data = os.read(terminal.fileno(), 65536) if is_ours else b""
             try:
+                data = os.read(terminal.fileno(), 65536) if _may_read(terminal) else b""
                 stream.write(data)
                 stream.flush()
             except OSError:
-                data = b""  # mpiexec does not listen
+                data = b""  # the terminal is gone, or mpiexec does not listen
             if not data:
                 self._selector.unregister(terminal)
                 stream.close()
@@ -135,7 +135,7 @@ class Job:
         return relay
 
     def _follow(self, mpiexec):
-        while mpiexec.poll() is None:
+        while mpiexec.poll() is None and not self._have_all_answered():
             for key, _ in self._selector.select(self._patience()):
                 # An earlier handler of this round may have closed it.
                 if key.fd in self._selector.get_map():
@@ -144,9 +144,15 @@ class Job:
             if self._verdict.failure:
                 self._end(mpiexec, self._verdict.failure)
         self._drain()
+        self._release()
         for key in list(self._selector.get_map().values()):
             if key.data == self._read_mpiexec:
                 self._read_mpiexec(key.fileobj)
+
+    def _have_all_answered(self) -> bool:
+        """Whether a job that was asked to end has done so, and only mpiexec is left."""
+        verdict = self._verdict
+        return verdict.request is not None and verdict.are_all_gone() and not self._ranks
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without having heard anything."""
@@ -160,13 +166,16 @@ class Job:
             # What the others have written until now is shown; not their echo of the failure.
             self._drain()
             self._console.hear_only(failure.rank)
-        is_talking = failure.rank in self._ranks.values()
+        is_talking = failure.rank in self._ranks.values() and not self._verdict.stopped(
+            failure.rank
+        )
         if self._stopped_at is None:
             if is_talking and now < self._failed_at + _LAST_WORDS:
                 return
             self._stopped_at = now
             for connection in list(self._parsers):
                 self._close(connection)
+            self._release()
             self._selector.unregister(self._listener)
             self._listener.close()
         waited = now - self._stopped_at
@@ -206,9 +215,12 @@ class Job:
             data = b""
         if not data:
             rank = self._ranks.get(connection)
-            self._close(connection)
             if rank is not None:
                 self._verdict.lose(rank)
+                if self._verdict.request and not self._verdict.failure:
+                    # Its supervisor's end would make mpiexec end the others, which have time.
+                    self._held.append(connection.dup())
+            self._close(connection)
             return False
         try:
             messages = self._parsers[connection].feed(data)
@@ -278,6 +290,10 @@ class Job:
             except OSError:  # it is about to be found closed
                 continue
 
+    def _release(self):
+        while self._held:
+            self._held.pop().close()
+
     def _close(self, connection):
         self._selector.unregister(connection)
         self._parsers.pop(connection)
@@ -291,9 +307,22 @@ class Job:
         if failure is None:
             return 0
         if failure.traceback and failure.rank is not None:
-            self._console.show(failure.rank, failure.traceback.encode())
+            self._console.show(failure.rank, failure.traceback.encode(errors="backslashreplace"))
         self._console.say(f"mmrun: {failure.reason}")
         return failure.exit_code
+
+
+def has_input() -> bool:
+    """Whether somebody may type something for rank 0: standard input is a terminal."""
+    return sys.stdin is not None and os.isatty(sys.stdin.fileno())
+
+
+def _may_read(terminal) -> bool:
+    """Whether reading the terminal will not stop this process: it is not in the background."""
+    try:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # it is not this process's terminal, and does not control it
+        return True
 
 
 def _wait_or_kill(process):

@@ -31,16 +31,30 @@ def run_program(arguments: list[str], *, safe_path: bool, alone: bool):
     Returns:
       Normally, when the program ended with exit code 0. Otherwise not at all.
     """
+    process = os.getpid()
     try:
         _run(arguments, safe_path)
     except BaseException as exc:
-        code = failure.exit_code(exc)
-        if code:
-            text = _describe(exc)
-            if alone or not wire.notify(wire.Kind.FAILING, {"code": code, "traceback": text}):
-                sys.stderr.write(text)
-            sys.exit(code) if alone else failure.leave(code)
+        if os.getpid() != process:
+            failure.leave_forked(exc)
+        _end_by(exc, alone)
+    if os.getpid() != process:
+        return
+    if not alone:
+        failure.watch_exit_hooks(lambda exc: _end_by(exc, alone))
     wire.notify(wire.Kind.FINISHED)
+
+
+def _end_by(exc, alone):
+    """Ends this process by an exception that nothing caught, unless its exit code is 0."""
+    code = failure.exit_code(exc)
+    if code:
+        text = _describe(exc)
+        # A stall names the rank that was waited for.
+        report = {"code": code, "traceback": text, "culprit": getattr(exc, "culprit", None)}
+        if alone or not wire.notify(wire.Kind.FAILING, report):
+            sys.stderr.write(text)
+        sys.exit(code) if alone else failure.leave(code)
 
 
 def _run(arguments, safe_path):

@@ -1,6 +1,6 @@
 """What mmrun starts in each rank: a supervisor, and under it the user's program.
 
-    python -P -m multimesh.launch.rank [--bind] [--safe-path] [--exec] -- PROGRAM ARGS...
+    python -P -m multimesh.launch.rank [OPTIONS] -- PROGRAM ARGS...
 
 The program runs in a forked child. The supervisor passes the child's output on to mmrun and, when
 the child is gone, says how it ended. It is a process of its own so that it can do that whatever
@@ -30,8 +30,9 @@ from multimesh.launch.signals import signal_pipe
 
 __all__ = ["main"]
 
-# A grandchild may hold the output open after the program is gone; do not wait for it for ever.
-_DRAIN_SECONDS = 0.3
+# A grandchild may hold the output open after the program is gone: what it writes is shown as long
+# as it goes on writing, but not for ever, and not for long when the job has failed.
+_SILENCE_SECONDS, _DRAIN_SECONDS, _DRAIN_SECONDS_AFTER_FAILURE = 0.3, 5.0, 1.0
 # What SLURM or a person sends to say that the rank has to end soon.
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _FORWARDED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
@@ -43,6 +44,10 @@ def main():
     launcher = detect_launcher()
     if launcher is None:
         sys.exit("multimesh.launch.rank is for mmrun: no launcher has started this process.")
+    alone = launcher.size == 1
+    if options.in_place:
+        run_program(options.program, safe_path=options.safe_path, alone=alone)
+        return
     if options.bind and launcher.local_rank is not None and launcher.local_size:
         bind_to_cores(launcher.local_rank, launcher.local_size)
     outputs = {wire.Kind.OUTPUT: os.pipe(), wire.Kind.ERRORS: os.pipe()}
@@ -50,10 +55,9 @@ def main():
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _become_program(outputs, parent)
+        _become_program(outputs, parent, has_input=not options.no_input)
         if options.exec:
             os.execvp(options.program[0], options.program)
-        alone = launcher.size == 1
         run_program(options.program, safe_path=options.safe_path, alone=alone)
         return
     with contextlib.suppress(OSError):  # both do it, so that neither has to wait for the other
@@ -71,7 +75,9 @@ def main():
 def _parse_arguments():
     parser = argparse.ArgumentParser(prog="multimesh.launch.rank")
     parser.add_argument("--bind", action="store_true", help="pin this rank to its cores")
+    parser.add_argument("--no-input", action="store_true", help="let it read nothing")
     parser.add_argument("--safe-path", action="store_true", help="leave sys.path alone")
+    parser.add_argument("--in-place", action="store_true", help="run it here, unsupervised")
     parser.add_argument("--exec", action="store_true", help="the program is not Python")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     own = sys.argv[1 : sys.argv.index("--")]
@@ -80,10 +86,12 @@ def _parse_arguments():
     return options
 
 
-def _become_program(outputs, parent):
+def _become_program(outputs, parent, *, has_input):
     """Makes this forked child the program: its own group, its output into the pipes."""
     os.setpgid(0, 0)
     die_with_parent(parent)
+    if not has_input:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for (read_end, write_end), fd in zip(outputs.values(), (1, 2), strict=True):
         os.dup2(write_end, fd)
         os.close(read_end)
@@ -134,18 +142,28 @@ class Supervisor:
             # Said before the rest of the output is read: other ranks notice the loss too, and
             # this is the one to be reported.
             self._send(wire.Kind.EXIT, {"code": self._code, "signal": self._signal})
-            deadline = time.monotonic() + _DRAIN_SECONDS
-            while self._readers and time.monotonic() < deadline:
-                self._pump(_DRAIN_SECONDS)
+            self._drain(_DRAIN_SECONDS_AFTER_FAILURE if self._code else _DRAIN_SECONDS)
+            self._connection.shutdown(socket.SHUT_WR)
+            while self._code:
+                # mpiexec would end the job on such a code; whether and when is for mmrun to say.
+                self._pump(None)
         except OSError:  # mmrun is gone or has closed the connection: the job is over
             self._code = self._code or 1
         if self._code:
             kill_descendants()
         return self._code
 
-    def _pump(self, timeout):
-        for key, _ in self._selector.select(timeout):
+    def _drain(self, limit):
+        end = time.monotonic() + limit
+        while self._readers and time.monotonic() < end and self._pump(_SILENCE_SECONDS):
+            pass
+
+    def _pump(self, timeout) -> bool:
+        """Handles what happens next; returns whether anything did within the time."""
+        events = self._selector.select(timeout)
+        for key, _ in events:
             self._handle(key.fd)
+        return bool(events)
 
     def _handle(self, source):
         if source == self._connection.fileno():

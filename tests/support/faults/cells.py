@@ -38,7 +38,8 @@ class Kind:
       text: Its name in the documentation.
       code: The exit code that the job must have, or None for any but 0.
       has_traceback: Whether the rank shows a traceback.
-      is_silent: Whether nothing ends, so that only a timeout can notice.
+      is_silent: Whether no process ends, so that only a timeout can notice.
+      leaves_with_0: Whether the process ends as if all were well.
       meaningless: The moments at which it cannot happen, each with the reason.
     """
 
@@ -47,6 +48,7 @@ class Kind:
     code: int | None = 1
     has_traceback: bool = False
     is_silent: bool = False
+    leaves_with_0: bool = False
     meaningless: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -56,15 +58,17 @@ class Kind:
 
 
 _NO_USER_CODE = "no code of the user's runs between the instructions of a step"
+_SAME_HOOK = "a hook registered then runs at the same moment as one registered at the end"
 KINDS = (
     Kind("raise", "an exception", has_traceback=True),
     Kind("exit-3", "`sys.exit(3)`", code=3),
     Kind(
         "exit-0",
         "`sys.exit(0)` too early",
+        leaves_with_0=True,
         meaningless={"at-end": "a program that ends with code 0 at its end has not failed"},
     ),
-    Kind("os-exit-0", "`os._exit(0)`"),
+    Kind("os-exit-0", "`os._exit(0)`", leaves_with_0=True),
     Kind("sigkill", "SIGKILL", code=128 + 9),
     Kind("sigsegv", "SIGSEGV", code=128 + 11),
     Kind("sigstop", "SIGSTOP", code=None, is_silent=True),
@@ -97,12 +101,12 @@ KINDS = (
     ),
     Kind(
         "atexit",
-        "an exception in an exit hook, registered",
+        "an exception in an exit hook",
         has_traceback=True,
         meaningless={
-            "before-first-step": "the hook runs at the same moment as one registered at the end",
+            "before-first-step": _SAME_HOOK,
             "in-step": _NO_USER_CODE,
-            "between-steps": "the hook runs at the same moment as one registered at the end",
+            "between-steps": _SAME_HOOK,
         },
     ),
 )
@@ -128,20 +132,22 @@ class Launcher:
       text: Its name in the documentation.
       mpi: The MPI of the ranks.
       is_mmrun: Whether it is mmrun, which promises more.
+      plugin: What `srun --mpi=` is to use; empty where it is not srun.
     """
 
     name: str
     text: str
     mpi: str
     is_mmrun: bool = False
+    plugin: str = ""
 
 
 LAUNCHERS = (
     Launcher("mmrun-openmpi", "mmrun, Open MPI", "openmpi", is_mmrun=True),
     Launcher("mmrun-mpich", "mmrun, MPICH", "mpich", is_mmrun=True),
     Launcher("mpirun", "Open MPI's `mpirun`", "openmpi"),
-    Launcher("srun-pmix", "`srun --mpi=pmix`, Open MPI", "openmpi"),
-    Launcher("srun-pmi2", "`srun --mpi=pmi2`, MPICH", "mpich"),
+    Launcher("srun-pmix", "`srun --mpi=pmix`, Open MPI", "openmpi", plugin="pmix"),
+    Launcher("srun-pmi2", "`srun --mpi=pmi2`, MPICH", "mpich", plugin="pmi2"),
 )
 
 

@@ -1,7 +1,10 @@
 """scripts/fault-matrix: runs cells of the matrix, a few at once, and remembers what it has run."""
 
 import argparse
+import contextlib
 import json
+import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +17,8 @@ from support.faults.contract import broken_promises
 from support.faults.job import Ended, run_cell
 from support.faults.launchers import why_unavailable
 from support.faults.limits import excused_promises
+from support.host_lab import open_hosts
+from support.slurm_lab import open_slurm
 
 __all__ = ["main"]
 
@@ -31,15 +36,34 @@ def main(arguments: list[str] | None = None) -> int:
     if options.table:
         print(table.text())
         return 0
-    cells = [
-        cell
-        for cell in (covering_set() if options.covering else all_cells())
-        if _is_selected(cell, options) and not _is_skipped(cell)
-    ]
+    cells = covering_set() if options.covering else all_cells()
+    cells = [cell for cell in cells if _is_selected(cell, options)]
     if options.list:
         print("\n".join(map(str, cells)))
         return 0
-    return _run(cells, options)
+    with contextlib.ExitStack() as stack:
+        for launcher in {cell.launcher: None for cell in cells}:
+            reason = why_unavailable(launcher) or (launcher.plugin and _open_slurm(stack))
+            if reason:
+                print(f"left out: {launcher.name}: {reason}")
+                cells = [cell for cell in cells if cell.launcher != launcher]
+        return _run(cells, options)
+
+
+def _open_slurm(stack) -> str:
+    """Starts a SLURM unless there is one; returns why there cannot be one."""
+    if os.environ.get("SLURM_CONF"):
+        return ""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-"))
+    folders = [Path(folder) / name for name in ("hosts", "slurm")]
+    for each in folders:
+        each.mkdir()
+    try:
+        hosts = stack.enter_context(open_hosts(folders[0]))
+        stack.enter_context(open_slurm(folders[1], hosts))
+    except OSError as exc:
+        return str(exc)
+    return ""
 
 
 def _run(cells, options) -> int:
@@ -113,10 +137,6 @@ def _is_selected(cell: Cell, options) -> bool:
     }
     chosen = vars(options)
     return all(not chosen[name] or value in chosen[name] for name, value in values.items())
-
-
-def _is_skipped(cell: Cell) -> bool:
-    return bool(why_unavailable(cell.launcher))
 
 
 def _read(path: Path) -> dict[str, dict]:

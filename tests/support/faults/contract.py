@@ -7,12 +7,14 @@ import re
 import socket
 
 from support.faults.cells import Cell
-from support.faults.job import CLEANUP, Ended, promised_seconds
+from support.faults.job import Ended
+from support.faults.timing import CLEANUP_SECONDS, promised_seconds
 
 __all__ = ["PROMISES", "broken_promises"]
 
+# Not the announcement that a rank "is stopped": it may go on again.
+_SUMMARY = re.compile(r"mmrun: (?!.* is stopped by ).*\brank \d+ on ")
 _CHAINED = r"The above exception was the direct cause|During handling of the above exception"
-_LEAVES_WITH_0 = ("exit-0", "os-exit-0")
 
 
 def ends_in_time(cell: Cell, ended: Ended) -> str:
@@ -41,7 +43,7 @@ def shows_its_traceback_once(cell: Cell, ended: Ended) -> str:
             return ""
         return f"{tracebacks} tracebacks, {'' if is_shown else 'not '}with its own"
     # Nothing was raised here; another rank may say that it waited in vain, once.
-    may_stall = cell.kind.is_silent or cell.kind.name in _LEAVES_WITH_0
+    may_stall = cell.kind.is_silent or cell.kind.leaves_with_0
     if tracebacks <= may_stall and ("StallError: " in ended.output or not tracebacks):
         return ""
     return f"{tracebacks} tracebacks of other ranks"
@@ -52,12 +54,12 @@ def says_it_in_one_last_line(cell: Cell, ended: Ended) -> str:
         return ""
     place = f"rank {cell.place.rank} on {socket.gethostname()}"
     lines = ended.stderr.splitlines() or [""]
-    summaries = [line for line in lines if re.match(r"mmrun: .*\brank \d+ on ", line)]
+    summaries = [line for line in lines if _SUMMARY.match(line)]
     if len(summaries) != 1 or lines[-1] != summaries[0] or place not in lines[-1]:
         return f"no single last line that names {place}, but {summaries}"
     # The job's code, or the 0 that was not due and became a 1.
     told = re.findall(r"\bcode (\d+)\b", lines[-1])
-    due = {str(ended.code), "0"} if cell.kind.name in _LEAVES_WITH_0 else {str(ended.code)}
+    due = {str(ended.code), "0"} if cell.kind.leaves_with_0 else {str(ended.code)}
     if not cell.kind.is_silent and not due.intersection(told):
         return f"the last line does not name the code: {lines[-1]}"
     if cell.kind.has_traceback and "InjectedFault" not in lines[-2]:
@@ -66,7 +68,7 @@ def says_it_in_one_last_line(cell: Cell, ended: Ended) -> str:
 
 
 def leaves_no_process(cell: Cell, ended: Ended) -> str:
-    return f"{CLEANUP} s later there are {ended.left}" if ended.left else ""
+    return f"{CLEANUP_SECONDS} s later there are {ended.left}" if ended.left else ""
 
 
 PROMISES = {

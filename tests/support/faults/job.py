@@ -11,18 +11,18 @@ from pathlib import Path
 
 from support.faults.cells import Cell
 from support.faults.launchers import command
+from support.faults.timing import (
+    CLEANUP_SECONDS,
+    START_TIMEOUT,
+    promised_seconds,
+    stall_timeout,
+)
 from support.jobs import clean_environment
+from support.processes import with_variable
 
-__all__ = ["CLEANUP", "PROMPT", "Ended", "promised_seconds", "run_cell"]
+__all__ = ["Ended", "run_cell"]
 
 PROGRAM = Path(__file__).parent / "program" / "train.py"
-# All in seconds. A fault that ends something ends the job promptly; of one that is silent a
-# timeout takes notice, and a moment later the job has ended. Then its processes have a moment.
-PROMPT = 10
-NOTICE = 5
-CLEANUP = 5
-STALL_TIMEOUT = 5
-START_TIMEOUT = 15
 # Not measured, but ended all the same: a job whose fault does not strike, or does not end it.
 _STRIKE_LIMIT = 120
 _MARGIN = 10
@@ -56,13 +56,6 @@ class Ended:
         return self.stdout + self.stderr
 
 
-def promised_seconds(cell: Cell) -> float:
-    """Within how many seconds of the fault the job must end."""
-    if not cell.kind.is_silent:
-        return PROMPT
-    return NOTICE + (START_TIMEOUT if cell.moment == "before-init" else STALL_TIMEOUT)
-
-
 def run_cell(cell: Cell) -> Ended:
     """Runs one cell's job to its end, and ends it if it does not end by itself."""
     tag = uuid.uuid4().hex
@@ -73,7 +66,7 @@ def run_cell(cell: Cell) -> Ended:
             process = subprocess.Popen(
                 _command(cell, struck),
                 cwd=folder,
-                env=_environment(tag),
+                env=_environment(cell, tag),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -106,12 +99,13 @@ def _command(cell, struck):
     return command(cell.launcher, cell.place.ranks, [str(PROGRAM), *words])
 
 
-def _environment(tag):
+def _environment(cell, tag):
     return clean_environment() | {
         _TAG: tag,
-        "MULTIMESH_STALL_TIMEOUT": str(STALL_TIMEOUT),
+        "MULTIMESH_STALL_TIMEOUT": str(stall_timeout(cell)),
         "MULTIMESH_START_TIMEOUT": str(START_TIMEOUT),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "JAX_TRACEBACK_FILTERING": "off",  # it adds a line after the exception
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         # What mmrun would set for Open MPI in a container; without effect elsewhere.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -139,28 +133,12 @@ def _wait(process, struck, limit):
 
 def _wait_for_cleanup(tag) -> tuple[str, ...]:
     """The processes that are left when their time is over."""
-    deadline = time.time() + CLEANUP
-    while processes := _processes(tag):
+    deadline = time.time() + CLEANUP_SECONDS
+    while processes := with_variable(_TAG, tag):
         if time.time() > deadline:
             return tuple(f"{pid}: {command}" for pid, command in processes.items())
         time.sleep(0.1)
     return ()
-
-
-def _processes(tag) -> dict[int, str]:
-    """The command lines of the job's processes that are alive."""
-    found = {}
-    mark = f"{_TAG}={tag}".encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:  # a zombie's environment is empty
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(folder.name)] = words.decode(errors="replace").strip()
-        except OSError:  # gone meanwhile, or another user's
-            continue
-    return found
 
 
 def _kill(process, tag):
@@ -172,7 +150,7 @@ def _kill(process, tag):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for pid in _processes(tag):
+    for pid in with_variable(_TAG, tag):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -6,8 +6,6 @@ MPI, that TESTS_MPICH_PYTHON names.
 
 import functools
 import os
-import shutil
-import subprocess
 import sys
 
 from multimesh.errors import StartupError
@@ -26,21 +24,18 @@ def command(launcher: Launcher, ranks: int, program: list[str]) -> list[str]:
     number = ["-n", str(ranks)]
     if launcher.is_mmrun:
         return [python, str(REPOSITORY / "scripts" / "mmrun"), *number, python, *program]
-    if launcher.name == "mpirun":
-        start = [find_mpi(python).mpiexec, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+    if launcher.plugin:
+        options = ["--nodes=1", "--overcommit", "--kill-on-bad-exit=1", "--quiet"]
+        start = ["srun", f"--mpi={launcher.plugin}", *options]
     else:
-        plugin = launcher.name.removeprefix("srun-")
-        start = ["srun", f"--mpi={plugin}", "--overcommit", "--kill-on-bad-exit=1", "--quiet"]
+        start = [find_mpi(python).mpiexec, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
     return [*start, *number, python, *program]
 
 
-@functools.cache
 def why_unavailable(launcher: Launcher) -> str:
-    """Why this machine cannot run a launcher's cells; empty if it can."""
+    """Why the ranks' Python is not to be had; empty if it is. SLURM is for the caller to open."""
     if _interpreter(launcher.mpi) is None:
-        return f"{MPICH_VARIABLE} names no Python whose mpi4py loads {launcher.mpi}"
-    if launcher.name.startswith("srun"):
-        return _why_no_slurm(launcher.name.removeprefix("srun-"))
+        return f"no Python whose mpi4py loads {launcher.mpi}; {MPICH_VARIABLE} may name a second"
     return ""
 
 
@@ -53,22 +48,3 @@ def _interpreter(mpi):
         except StartupError:
             continue
     return None
-
-
-@functools.cache
-def _why_no_slurm(plugin):
-    if shutil.which("srun") is None:
-        return "there is no SLURM"
-    if "idle" not in _output("sinfo", "--noheader", "--format=%T,%C"):
-        return "no SLURM node is up"
-    if plugin not in _output("srun", "--mpi=list"):
-        return f"this SLURM has no {plugin}"
-    return ""
-
-
-def _output(*words):
-    try:
-        result = subprocess.run(words, capture_output=True, text=True, timeout=10)
-    except subprocess.TimeoutExpired:
-        return ""
-    return result.stdout + result.stderr

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import multimesh
-
 __all__ = [
     "Ended",
     "Interpreter",
@@ -160,7 +158,7 @@ def requirements() -> tuple[str, dict[str, str]]:
     Returns:
       Such as `(">=3.11", {"jax": ">=0.9.2"})`, of the installed package or this checkout.
     """
-    project = Path(multimesh.__file__).parents[1] / "pyproject.toml"
+    project = Path(__file__).parents[4] / "pyproject.toml"
     if project.exists():
         table = tomllib.loads(project.read_text())["project"]
         python, needs = table["requires-python"], table["dependencies"]

@@ -36,6 +36,9 @@ def main():
     fault = Fault(options)
     fault.may_strike("before-init")
     init(cpus=options.ranks)
+    # What takes seconds; meanwhile the others would not have come to where they wait.
+    import multimesh.jax.flax  # noqa: F401
+
     fault.may_strike("before-first-step")
     step_fn, state = build_step(options.ranks)
     for step in range(STEPS):
@@ -70,76 +73,81 @@ class Fault:
 
         mpi._MpiChannel.send = lambda *_: self._strike()
 
-    def _strike(self):
-        if self.options.kind == "atexit":
-            atexit.register(self._strike_at_exit)
-        else:
-            self._tell()
-            STRIKES[self.options.kind](self.options)
-
-    def _strike_at_exit(self):
-        self._tell()
-        raise InjectedFault("atexit")
-
-    def _tell(self):
+    def tell(self):
+        """Marks the time at which it strikes."""
         Path(self.options.struck).touch()
 
+    def _strike(self):
+        if self.options.kind not in STRIKE_LATER:
+            self.tell()
+        STRIKES[self.options.kind](self)
 
-def strike_raise(options):
-    raise InjectedFault(options.kind)
+
+def strike_raise(fault):
+    raise InjectedFault("raise")
 
 
-def strike_segfault(options):
+def strike_segfault(fault):
     ctypes.string_at(0)
 
 
-def strike_receive(options):
+def strike_receive(fault):
     """Waits for a message that nobody sends."""
     from mpi4py import MPI
 
-    MPI.COMM_WORLD.recv(source=(options.rank + 1) % options.ranks, tag=1)
+    MPI.COMM_WORLD.recv(source=(fault.options.rank + 1) % fault.options.ranks, tag=1)
 
 
-def strike_thread(options):
+def strike_thread(fault):
     threading.Thread(target=time.sleep, args=(FOREVER,)).start()
-    raise InjectedFault(options.kind)
+    raise InjectedFault("thread")
 
 
-def strike_import(options):
+def strike_import(fault):
     import fails_to_import  # noqa: F401
 
 
-def strike_compile(options):
+def strike_compile(fault):
     def loss_fn(params, batch):
-        raise InjectedFault(options.kind)
+        fault.tell()
+        raise InjectedFault("compile")
 
-    build_step(options.ranks, loss_fn)
+    build_step(fault.options.ranks, loss_fn)
 
 
-def strike_loader(options):
+def strike_loader(fault):
     def batches():
-        yield make_batch(options.ranks)
-        raise InjectedFault(options.kind)
+        yield make_batch(fault.options.ranks)
+        raise InjectedFault("loader")
 
     for _ in batches():
         pass
 
 
-# Exit hooks strike later; see Fault.
+def strike_at_exit(fault):
+    def hook():
+        fault.tell()
+        raise InjectedFault("atexit")
+
+    atexit.register(hook)
+
+
 STRIKES = {
     "raise": strike_raise,
-    "exit-3": lambda options: sys.exit(3),
-    "exit-0": lambda options: sys.exit(0),
-    "os-exit-0": lambda options: os._exit(0),
-    "sigkill": lambda options: os.kill(os.getpid(), signal.SIGKILL),
+    "exit-3": lambda fault: sys.exit(3),
+    "exit-0": lambda fault: sys.exit(0),
+    "os-exit-0": lambda fault: os._exit(0),
+    "sigkill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "sigsegv": strike_segfault,
-    "sigstop": lambda options: os.kill(os.getpid(), signal.SIGSTOP),
+    "sigstop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
     "receive": strike_receive,
     "thread": strike_thread,
     "import": strike_import,
     "compile": strike_compile,
     "loader": strike_loader,
+    "atexit": strike_at_exit,
 }
+STRIKE_LATER = ("compile", "atexit")
 
 
 def make_batch(rows):
