@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from support.processes import is_alive, wait_until
 
 PYTHON = sys.executable
 
@@ -201,12 +202,12 @@ def test_stopping_mmrun_leaves_nothing_behind(start_mmrun, write, tmp_path):
     )
     process = start_mmrun(2, script)
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
-    _wait_until(lambda: all(file.exists() for file in files))
+    wait_until(lambda: all(file.exists() for file in files))
     process.terminate()
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 128 + 15
     assert "mmrun: stopped by SIGTERM" in errors
-    _wait_until(lambda: not any(_is_alive(int(file.read_text())) for file in files))
+    wait_until(lambda: not any(is_alive(int(file.read_text())) for file in files))
 
 
 @pytest.mark.parametrize(
@@ -229,18 +230,3 @@ def test_a_wrong_command_line_starts_nothing(python, words, message):
     assert ended.code == 2
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def _wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def _is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

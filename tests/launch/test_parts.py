@@ -73,7 +73,7 @@ def test_python_programs(words, options, arguments):
 
 def test_other_programs():
     assert not parse_program(["sh", "-c", "true"]).is_python
-    with pytest.raises(StartupError, match="Expected a program after"):
+    with pytest.raises(StartupError, match="Expected a program for"):
         parse_program(["python", "-u"])
 
 

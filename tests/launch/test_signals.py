@@ -1,5 +1,6 @@
 """Jobs that are told to end: notices of preemption, Ctrl-C, a killed mmrun, stopped ranks."""
 
+import functools
 import os
 import pty
 import re
@@ -9,12 +10,15 @@ import sys
 import time
 
 import pytest
+from support import processes
 from support.jobs import REPOSITORY, clean_environment
+from support.processes import is_alive, status
 
 from multimesh.launch.mmrun.verdict import Request, Verdict
 from multimesh.launch.wire import Kind, Message
 
 TIME_LIMIT = 60
+wait_until = functools.partial(processes.wait_until, seconds=TIME_LIMIT)
 
 
 class Running:
@@ -67,27 +71,6 @@ def ready():
     for job in jobs:
         if job.process.poll() is None:
             job.process.kill()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + TIME_LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def status(pid):
-    """The state of a process, one letter, and its parent's id; none once it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state, parent = file.read().rpartition(")")[2].split()[:2]
-    except FileNotFoundError:
-        return "gone", None
-    return state, int(parent)
-
-
-def is_alive(pid):
-    return status(pid)[0] not in ("Z", "gone")
 
 
 SLEEP = "ready()\ntime.sleep(60)\n"

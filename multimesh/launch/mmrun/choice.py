@@ -138,7 +138,7 @@ class _Start:
         command = self.backend.command(
             self.mpi.mpiexec, ranks, self.rank_command, remote, self.options.rsh, environ
         )
-        where = ", ".join(f"{host.name}:{host.places}" for host in remote) or "this host"
+        where = ", ".join(map(str, remote)) or "this host"
         reason = f"{_count(ranks)} by mpiexec of {self.mpi.name} on {where} ({why})"
         return Launch(tuple(command), environ, ranks, _names(remote), reason)
 

@@ -5,19 +5,13 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 
-from multimesh.config import read_config
 from multimesh.errors import StartupError
 from multimesh.launch import wire
 from multimesh.launch.environment import Launcher, detect_launcher
-from multimesh.launch.mmrun.choice import Launch, choose
-from multimesh.launch.mmrun.command import Program, parse_program
-from multimesh.launch.mmrun.console import Console
-from multimesh.launch.mmrun.hosts import addresses_for
-from multimesh.launch.mmrun.library import find_mpi
+from multimesh.launch.mmrun.command import Program, has_input, parse_program
+from multimesh.launch.mmrun.library import Question
 from multimesh.launch.mmrun.options import Options, parse_options
-from multimesh.launch.mmrun.watch import Job, has_input
 
 __all__ = ["main"]
 
@@ -52,38 +46,29 @@ def main(arguments: list[str] | None = None) -> int:
         launcher = detect_launcher()
         if launcher is not None and launcher.size != 1:
             return _run_in_place(options, program, launcher, environ)
-        rank_command = program.rank_command(bind=options.bind == "cores", has_input=has_input())
-        launch = choose(options, find_mpi(program.interpreter), rank_command, environ)
-        if options.dry_run:
-            return _show(launch.reason, launch.command, launch.environ)
-        return _launch(options, launch)
+        return _launch(options, program, environ)
     except StartupError as error:
         _say(str(error))
         return _USAGE_ERROR
 
 
-def _launch(options: Options, launch: Launch) -> int:
-    environ = dict(launch.environ)
-    with (
-        contextlib.closing(Console.from_options(options, launch.ranks)) as console,
-        tempfile.TemporaryDirectory(prefix="mmrun-", dir=_socket_folder()) as folder,
-    ):
-        addresses = addresses_for(launch.hosts)
-        endpoint = (
-            wire.listen_on_network(addresses)
-            if addresses
-            else wire.listen_here(os.path.join(folder, "socket"))
-        )
-        console.say(f"mmrun: {launch.reason}")
-        stall_timeout = read_config(environ).stall_timeout
-        job = Job(launch.ranks, console, endpoint, grace=options.grace, stall_timeout=stall_timeout)
-        try:
-            return job.run(launch.command, environ | console.rank_environment(environ))
-        except BrokenPipeError:  # nobody reads the output any more, as after `| head`
-            return _OUTPUT_CLOSED
-        except OSError as error:  # the disk that the output goes to is full, for one
-            _say(f"the job was ended: {error}")
-            return 1
+def _launch(options: Options, program: Program, environ: dict[str, str]) -> int:
+    question = Question(program.interpreter)
+    # Imported while that interpreter thinks: these take as long, and everyone waits for a start.
+    from multimesh.launch.mmrun.choice import choose
+    from multimesh.launch.mmrun.start import start
+
+    rank_command = program.rank_command(bind=options.bind == "cores", has_input=has_input())
+    launch = choose(options, question.answer(), rank_command, environ)
+    if options.dry_run:
+        return _show(launch.reason, launch.command, launch.environ)
+    try:
+        return start(options, launch)
+    except BrokenPipeError:  # nobody reads the output any more, as after `| head`
+        return _OUTPUT_CLOSED
+    except OSError as error:  # the disk that the output goes to is full, for one
+        _say(f"the job was ended: {error}")
+        return 1
 
 
 def _run_in_place(options: Options, program: Program, launcher: Launcher, environ) -> int:
@@ -121,11 +106,6 @@ def _open_closed_streams():
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-
-
-def _socket_folder() -> str | None:
-    """Where the socket goes: a path of more than 107 bytes cannot be one. None: the default."""
-    return None if len(os.fsencode(tempfile.gettempdir())) < 80 else "/tmp"
 
 
 def _show(reason, command, environ) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from multimesh.errors import StartupError
 
-__all__ = ["Program", "parse_program"]
+__all__ = ["Program", "has_input", "parse_program"]
 
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
@@ -120,3 +120,8 @@ def _shebang_python(path):
     if first_line.startswith(b"#!") and len(words) == 1 and "python" in Path(words[0]).name:
         return words[0]
     return None
+
+
+def has_input() -> bool:
+    """Whether somebody may type something for rank 0: standard input is a terminal."""
+    return sys.stdin is not None and os.isatty(sys.stdin.fileno())

@@ -20,6 +20,10 @@ class Host:
     name: str
     places: int = 1
 
+    def __str__(self) -> str:
+        """As in `--hosts`, and as both MPIs write it: `n1:2`."""
+        return f"{self.name}:{self.places}"
+
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Parses `n1:2,n2:2`.
@@ -62,7 +66,7 @@ def fill(hosts: Iterable[Host], ranks: int | None) -> tuple[Host, ...]:
     places = sum(host.places for host in hosts)
     ranks = places if ranks is None else ranks
     if ranks > places:
-        each = ", ".join(f"{host.name}:{host.places}" for host in hosts)
+        each = ", ".join(map(str, hosts))
         raise StartupError(
             f"Expected at least {ranks} places for -n {ranks}. Got {places} on {each}. Name more "
             "hosts, or give them more places (`n1:4`; a host may have more ranks than cores)."

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from multimesh.errors import StartupError
 
-__all__ = ["MPI", "find_mpi", "with_home"]
+__all__ = ["MPI", "Question", "find_mpi", "with_home"]
 
 _PROBE = """
 import sys
@@ -78,11 +78,28 @@ def find_mpi(interpreter: str) -> MPI:
     Raises:
       StartupError: mpi4py is missing, finds no library, or the library has no mpiexec.
     """
-    probe = _run([interpreter, "-P", "-c", _PROBE])
-    if probe.returncode:
-        reason = probe.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise StartupError(f"{interpreter} cannot run a rank: {reason[0]}. {_NEEDS}")
-    version, library, prefix = probe.stdout.split("\n")[:3]
+    return Question(interpreter).answer()
+
+
+class Question:
+    """`find_mpi` in two halves: the interpreter thinks while the caller does something else."""
+
+    def __init__(self, interpreter: str):
+        """Asks an interpreter which MPI it loads."""
+        self._interpreter = interpreter
+        self._process = _start([interpreter, "-P", "-c", _PROBE])
+
+    def answer(self) -> MPI:
+        """Waits for the answer, and finds the mpiexec that goes with it; see `find_mpi`."""
+        code, output, errors = _end(self._process)
+        if code:
+            reason = errors.strip().splitlines()[-1:] or ["no reason given"]
+            raise StartupError(f"{self._interpreter} cannot run a rank: {reason[0]}. {_NEEDS}")
+        return _mpi_of(output)
+
+
+def _mpi_of(answer: str) -> MPI:
+    version, library, prefix = answer.split("\n")[:3]
     is_bundled = Path(prefix) in Path(library).parents
     for kind, (name, mpiexecs, sign) in _KINDS.items():
         if version.startswith(name):
@@ -96,7 +113,7 @@ def find_mpi(interpreter: str) -> MPI:
 
 def _find_mpiexec(version, library, names, sign):
     for candidate in _candidates(library, names):
-        if sign in _run([candidate, "--version"]).stdout:
+        if sign in _end(_start([candidate, "--version"]))[1]:
             return candidate
     raise StartupError(
         f"mpi4py loads {version!r} from {library}, but no mpiexec of it is beside the library or "
@@ -104,20 +121,30 @@ def _find_mpiexec(version, library, names, sign):
     )
 
 
-def _run(command):
-    try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_ANSWER_SECONDS,
-            env=with_home(os.environ),
-        )
-    except subprocess.TimeoutExpired as exc:
-        raise StartupError(
-            f"{shlex.join(command[:1])} did not answer within {_ANSWER_SECONDS} s. A broken MPI or "
-            "a file system that hangs is the usual reason; `mmrun --doctor` looks."
-        ) from exc
+def _start(command) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=with_home(os.environ),
+    )
+
+
+def _end(process) -> tuple[int, str, str]:
+    """Waits for a command; returns its exit code, output and errors."""
+    with process:
+        try:
+            output, errors = process.communicate(timeout=_ANSWER_SECONDS)
+        except subprocess.TimeoutExpired as exc:
+            process.kill()
+            raise StartupError(
+                f"{shlex.join(process.args[:1])} did not answer within {_ANSWER_SECONDS} s. "
+                "A broken MPI or a file system that hangs is the usual reason; `mmrun --doctor` "
+                "looks."
+            ) from exc
+    return process.returncode, output, errors
 
 
 def with_home(environ: Mapping[str, str]) -> dict[str, str]:

@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 
 from multimesh.launch import wire
 from multimesh.launch.mmrun import console as consoles
+from multimesh.launch.mmrun.command import has_input
 from multimesh.launch.mmrun.verdict import Failure, Request, Verdict
 from multimesh.launch.processes import die_with_parent, kill_tagged
 from multimesh.launch.signals import signal_pipe
 
-__all__ = ["Job", "has_input"]
+__all__ = ["Job"]
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _OUTPUTS = {wire.Kind.OUTPUT: consoles.OUTPUT, wire.Kind.ERRORS: consoles.ERRORS}
@@ -310,11 +311,6 @@ class Job:
             self._console.show(failure.rank, failure.traceback.encode(errors="backslashreplace"))
         self._console.say(f"mmrun: {failure.reason}")
         return failure.exit_code
-
-
-def has_input() -> bool:
-    """Whether somebody may type something for rank 0: standard input is a terminal."""
-    return sys.stdin is not None and os.isatty(sys.stdin.fileno())
 
 
 def _may_read(terminal) -> bool:

@@ -30,7 +30,7 @@ def command(
     if hosts:
         if rsh:
             settings += ["-launcher-exec", rsh]
-        settings += ["-hosts", ",".join(f"{host.name}:{host.places}" for host in hosts)]
+        settings += ["-hosts", ",".join(map(str, hosts))]
     return [mpiexec, *settings, "-n", str(ranks), *rank_command]
 
 

@@ -38,7 +38,7 @@ def command(
     settings = ["--map-by", "slot:OVERSUBSCRIBE" if hosts else ":OVERSUBSCRIBE"]
     settings += ["--bind-to", "none"]
     if hosts:
-        settings += ["--host", ",".join(f"{host.name}:{host.places}" for host in hosts)]
+        settings += ["--host", ",".join(map(str, hosts))]
         if rsh:
             settings += ["--prtemca", "plm_ssh_agent", rsh]
         for name in (wire.ADDRESS_VARIABLE, *sorted(environ or ())):
