@@ -30,6 +30,7 @@ from multimesh.launch.notices import Notices
 __all__ = ["Monitor", "monitor"]
 
 _SILENT_AFTER = 2.0  # seconds: a rank that has not answered by then does not run
+_SECOND_CHANCE = 1.5  # seconds more where several do not: rather their cores are too busy
 _PRINT_WITHIN = 1.5  # seconds for rank 0 to print a report
 _PASS_ON = 0.2  # seconds for what was printed to reach the screen before the job ends
 _GIVE_WAY = 1.0  # seconds for the rank whose report is shown to end the job
@@ -185,6 +186,8 @@ class Monitor:
         number = self._notices.post(kind="ask")
         if number is not None:
             found = self._notices.answers(number, _SILENT_AFTER)
+            if len(self._hosts) - len(found) > 1:
+                found = self._notices.answers(number, _SECOND_CHANCE)
             answers |= {rank: Answer(**fields) for rank, fields in found.items()}
         return answers
 

@@ -49,13 +49,17 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config):
-    """Starts coverage.py before the user's code is imported."""
+    """Starts coverage.py before the user's code is imported, which is only what the job needs."""
     launcher, order = detect_launcher(), _order(early_config)
-    if launcher is not None and order is not None and order.coverage:
-        data_file = order.coverage_file(launcher.rank)
-        early_config.stash[_MEASURING] = measure.start(order.coverage, data_file)
+    if launcher is not None and order is not None:
+        # Those of the other files on the command line may be for a process alone.
+        early_config.known_args_namespace.file_or_dir[:] = [order.path]
+        if order.coverage:
+            data_file = order.coverage_file(launcher.rank)
+            early_config.stash[_MEASURING] = measure.start(order.coverage, data_file)
+    return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -229,6 +229,19 @@ def test_a_file_that_one_rank_cannot_import(write, run_pytest):
     assert "ImportError: not on this rank" in ended.failure("test_one")
 
 
+def test_a_job_loads_only_what_belongs_to_its_own_tests(write, run_pytest, tmp_path):
+    write("""
+        @two_ranks
+        def test_it():
+            assert comm.size == 2
+        """)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "conftest.py").write_text("import os\nassert 'PMIX_RANK' not in os.environ\n")
+    (alone / "test_alone.py").write_text("def test_alone(): pass\n")
+    assert run_pytest("alone", "test_it.py").counts == {"passed": 2}
+
+
 def test_names_that_depend_on_the_rank(write, run_pytest):
     write("""
         @two_ranks
