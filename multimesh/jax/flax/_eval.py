@@ -15,10 +15,12 @@ from multimesh.errors import UsageError
 from multimesh.jax._fetch import fetch
 from multimesh.jax._loop import loop_over_microbatches
 from multimesh.jax._loss import as_parts, finish, is_weighted
+from multimesh.jax.flax._model import Model
 from multimesh.jax.flax._options import (
     batch_spec,
     check_reduction,
     compare_requests,
+    evaluation,
     make_context,
 )
 from multimesh.source import StepSource
@@ -37,8 +39,9 @@ class EvalFunction:
       num_shares: How many shares there are.
     """
 
-    def __init__(self, steps: Steps, trees: dict[str, Any], to: int | str):
+    def __init__(self, steps: Steps, model: Model, trees: dict[str, Any], to: int | str):
         self._steps = steps
+        self._model = model
         self._trees = trees
         self._to = to
         self.plan = steps.first.plan
@@ -66,7 +69,7 @@ class EvalFunction:
           StallError: Another rank did not send in time.
         """
         step = self._steps.of(batch)
-        outputs, _ = step(_variables(state), batch)
+        outputs, _ = step(self._model.variables(state), batch)
         fetched = fetch(outputs, self._to)
         if fetched is None:
             return None
@@ -80,12 +83,6 @@ def _in_order(microbatches: list[np.ndarray], shares: int) -> np.ndarray:
     """Rows of `(microbatch, share, row)` to the order of the shares, one after another."""
     parts = [np.split(rows, shares) for rows in microbatches]
     return np.concatenate([part[share] for share in range(shares) for part in parts])
-
-
-def _variables(state: TrainState) -> Any:
-    """What a model's `apply` takes: the parameters, with the mutable collections as they are."""
-    collections = getattr(state, "collections", None)
-    return {**state.params, **collections} if collections else state.params
 
 
 def parallelize_eval(
@@ -126,14 +123,12 @@ def parallelize_eval(
       UsageError: An argument, the registry, the function or the batch does not fit.
       RankMismatchError: The ranks were given different things.
     """
-    function = model.apply if isinstance(model, nn.Module) else model
-    if not callable(function):
-        raise UsageError(f"model must be a Flax module or a function. Got {model!r}.")
     if not isinstance(train_state, TrainState):
         raise UsageError(
             "train_state must be a state of a training step. "
             f"Got {type(train_state).__name__}; parallelize_step returns one."
         )
+    wrapped, function = evaluation(model, train_state)
     check_reduction(reduction)
     context = make_context(mesh)
     spec = batch_spec(local_batch, global_batch, num_microbatches)
@@ -141,12 +136,14 @@ def parallelize_eval(
         context, spec, {"num_microbatches": num_microbatches, "reduction": reduction, "to": to}
     )
     tree: dict[str, Any] = {}
-    variables = _variables(train_state)
+    variables = wrapped.variables(train_state)
     leaves = jax.tree.leaves(variables)
 
     def build(shape: BatchSpec) -> Step:
         source = StepSource(
-            function=functools.partial(_evaluate, function, reduction, tree),
+            function=functools.partial(
+                _evaluate, functools.partial(wrapped.evaluate, function), reduction, tree
+            ),
             state=lambda rows: jax.tree.map(_aval, variables),
             companions={},
             shardings={index: _sharding(leaf) for index, leaf in enumerate(leaves)},
@@ -160,7 +157,7 @@ def parallelize_eval(
         )
         return build_step(source, context)
 
-    return EvalFunction(Steps(build, spec), tree, to)
+    return EvalFunction(Steps(build, spec), wrapped, tree, to)
 
 
 def _aval(leaf: jax.Array) -> jax.ShapeDtypeStruct:

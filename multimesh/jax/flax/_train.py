@@ -18,6 +18,7 @@ from multimesh.jax.flax._options import (
     collection_names,
     compare_requests,
     make_context,
+    make_model,
     random_keys,
 )
 from multimesh.jax.flax._state import Initialization, companions
@@ -184,8 +185,9 @@ def parallelize_step(
       UsageError: An argument, the registry, the model or the batch does not fit.
       RankMismatchError: The ranks were given different things.
     """
-    _check_arguments(model, optimizer, loss_fn, init_fn, reduction)
-    keys, collections = random_keys(rngs), collection_names(mutable)
+    _check_arguments(optimizer, loss_fn, init_fn, reduction)
+    keys = random_keys(rngs)
+    wrapped = make_model(model, init_fn, tuple(keys), collection_names(mutable))
     context = make_context(mesh)
     spec = batch_spec(local_batch, global_batch, num_microbatches)
     options: dict[str, Any] = {
@@ -196,14 +198,14 @@ def parallelize_step(
         "schedule": schedule,
         "donate": donate,
         "kind of batch": "local_batch" if global_batch is None else "global_batch",
-        "mutable": collections,
         "keys of rngs": {name: (data.tolist(), str(impl)) for name, (data, impl) in keys.items()},
     }
     names = context.axis_names(batch_axis)
-    init = Initialization(model, optimizer, init_fn, rng, tuple(keys), collections, spec, names)
+    init = Initialization(wrapped, optimizer, rng, spec, names)
+    options |= wrapped.describe()
     options["initial key"] = (init.data.tolist(), str(init.impl))
     compare_requests(context, spec, options)
-    objective = Objective(loss_fn or model.apply, has_aux, reduction, keys, collections)
+    objective = Objective(wrapped, loss_fn or wrapped.default, has_aux, reduction, keys)
 
     def build(shape: BatchSpec) -> Step:
         source = StepSource(
@@ -230,9 +232,7 @@ def parallelize_step(
     return GlobalStep(StepFunction(steps, has_aux), state, step_mesh)
 
 
-def _check_arguments(model, optimizer, loss_fn, init_fn, reduction) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a Flax linen module instance. Got {model!r}.")
+def _check_arguments(optimizer, loss_fn, init_fn, reduction) -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UsageError(f"optimizer must be an optax gradient transformation. Got {optimizer!r}.")
     for name, function in (("loss_fn", loss_fn), ("init_fn", init_fn)):

@@ -1,0 +1,259 @@
+"""NNX models: taken apart into pure trees of numbers, and merged again where a function runs.
+
+`params` holds the `nnx.Param`s. All other variables (BatchNorm statistics, counts and keys of
+random numbers, caches) are collections named by their type, which go from microbatch to
+microbatch: as if the model had been called on one after the other.
+"""
+
+import functools
+import hashlib
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, struct, traverse_util
+from jax.sharding import PartitionSpec
+
+from multimesh.errors import UsageError
+from multimesh.jax.flax._nnx_scopes import module_scopes, scope_name
+from multimesh.jax.flax._state import MutableTrainState
+
+__all__ = ["Definition", "NnxModel", "NnxTrainState"]
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A variable of a model without its value.
+
+    Attributes:
+      path: Where it is; a tied variable is at the first of its places.
+      collection: "params" for an `nnx.Param`, else the name of the variable's type.
+      spec: The logical axes that its metadata name.
+      key: The implementation of a random key, which is kept as plain numbers; else None.
+    """
+
+    path: Path
+    collection: str
+    spec: PartitionSpec
+    key: Any
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A model without its numbers.
+
+    Attributes:
+      graphdef: Its structure, for `nnx.merge`.
+      leaves: Its variables.
+    """
+
+    graphdef: Any
+    leaves: tuple[Leaf, ...]
+
+    @classmethod
+    def of(cls, model: nnx.Module) -> "Definition":
+        """The definition of a model, whose values may be tracers."""
+        return cls(nnx.graphdef(model), tuple(_leaf(*item) for item in _variables(model).items()))
+
+    def split(self, model: nnx.Module) -> dict[str, Any]:
+        """Takes the numbers out of a model.
+
+        Returns:
+          For each collection its tree.
+
+        Raises:
+          UsageError: The model has other variables than those of this definition.
+        """
+        found = _variables(model)
+        self._check(found)
+        trees: dict[str, dict[Path, Any]] = {leaf.collection: {} for leaf in self.leaves}
+        for leaf in self.leaves:
+            value = _value(found[leaf.path])
+            value = jax.random.key_data(value) if leaf.key is not None else value
+            trees[leaf.collection][leaf.path] = value
+        return {name: traverse_util.unflatten_dict(tree) for name, tree in trees.items()}
+
+    def _check(self, found: Mapping[Path, Any]) -> None:
+        known = {leaf.path for leaf in self.leaves}
+        # What a module sows is for looking at, and is not kept.
+        new = {path for path in found if not isinstance(found[path], nnx.Intermediate)} - known
+        if new or not found.keys() >= known:
+            names = sorted(map(scope_name, new or known - found.keys()))
+            raise UsageError(
+                f"The model must keep the variables that it was made with. Got {names} "
+                f"{'in addition' if new else 'no more'}: make all variables in __init__."
+            )
+
+    def merge(self, variables: Mapping[str, Any], *, constrain: bool = False) -> nnx.Module:
+        """Makes a model of collections.
+
+        Args:
+          variables: For each collection its tree.
+          constrain: Whether to say how parameters are sharded, in a trace with logical axes.
+        """
+        values = {}
+        for leaf in self.leaves:
+            value = functools.reduce(operator.getitem, leaf.path, variables[leaf.collection])
+            with jax.named_scope(scope_name(leaf.path[:-1])):
+                if leaf.key is not None:
+                    value = jax.random.wrap_key_data(value, impl=leaf.key)
+                if constrain and any(leaf.spec):
+                    value = jax.lax.with_sharding_constraint(value, leaf.spec)
+            values[leaf.path] = value
+        return nnx.merge(self.graphdef, traverse_util.unflatten_dict(values))
+
+
+def _variables(model: nnx.Module) -> dict[Path, Any]:
+    return dict(nnx.to_flat_state(nnx.state(model)))
+
+
+def _value(leaf: Any) -> Any:
+    """The numbers of a variable; a module may also hold bare arrays."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _leaf(path: Path, variable: Any) -> Leaf:
+    value, spec = _value(variable), PartitionSpec()
+    if isinstance(variable, nnx.Param):
+        spec = nnx.get_partition_spec(variable).get_value()
+    name = type(variable).__name__ if isinstance(variable, nnx.Variable) else "Array"
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return Leaf(
+        path,
+        "params" if isinstance(variable, nnx.Param) else name,
+        spec,
+        jax.random.key_impl(value) if is_key else None,
+    )
+
+
+class NnxTrainState(MutableTrainState):
+    """The state of an NNX model.
+
+    Attributes:
+      definition: The model without its numbers.
+    """
+
+    definition: Definition | None = struct.field(pytree_node=False, default=None)
+
+    def model(self) -> nnx.Module:
+        """Returns the model with this state's numbers.
+
+        Its arrays lie on the devices of their stages. `fetch(state).model()` is a model on the
+        host that knows nothing of stages any more.
+        """
+        variables = {"params": self.params, **self.collections}
+        variables = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, variables
+        )
+        return self.definition.merge(variables)
+
+
+def _call(model: nnx.Module, batch: Any) -> Any:
+    return model(batch)
+
+
+class NnxModel:
+    """An NNX module, or a function that makes one; see `_model.Model`."""
+
+    default = staticmethod(_call)
+
+    def __init__(
+        self,
+        source: nnx.Module | Callable[[nnx.Rngs], nnx.Module] | None,
+        definition: Definition | None = None,
+    ):
+        """Wraps a model.
+
+        Args:
+          source: The module, which is only read, or the function; None where values exist.
+          definition: The definition, where it is known.
+        """
+        self.source = source
+        # That of a function is known when the function has first been traced.
+        self.definition = definition
+        if isinstance(source, nnx.Module):
+            self.definition = Definition.of(source)
+
+    def describe(self) -> Mapping[str, Any]:
+        if not isinstance(self.source, nnx.Module):
+            return {}
+        digest = hashlib.sha256()
+        for path, value in jax.tree_util.tree_leaves_with_path(self.definition.split(self.source)):
+            if not isinstance(value, jax.Array | np.ndarray | float | int):
+                raise UsageError(
+                    f"A model that is given as an instance must hold numbers. Got {value!r} at "
+                    f"{jax.tree_util.keystr(path)}. Give the function that makes it instead."
+                )
+            digest.update(np.asarray(value).tobytes())
+        return {"numbers of the model": digest.hexdigest()[:12]}
+
+    def init(self, key: jax.Array, batch: Any) -> tuple[Any, dict[str, Any]]:
+        model = self.source
+        if not isinstance(model, nnx.Module):
+            model = self.source(nnx.Rngs(key))
+            if not isinstance(model, nnx.Module):
+                raise UsageError(
+                    "model must be a Flax module, or a function from nnx.Rngs to an nnx.Module. "
+                    f"Got a function that returns {type(model).__name__}."
+                )
+            # The same object throughout: definitions compare by the functions they hold.
+            self.definition = self.definition or Definition.of(model)
+        collections = jax.tree.map(jnp.asarray, self.definition.split(model))
+        return collections.pop("params", {}), collections
+
+    def state(self, params: Any, collections: dict[str, Any], optimizer: Any) -> NnxTrainState:
+        return NnxTrainState.create(
+            apply_fn=None,
+            params=params,
+            tx=optimizer,
+            collections=collections,
+            definition=self.definition,
+        )
+
+    def call(
+        self, function: Callable, params: Any, collections: Any, keys: Mapping, batch: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        model = self.definition.merge({"params": params, **collections}, constrain=True)
+        before = self.definition.split(model)
+        with module_scopes(model):
+            result = function(model, batch)
+        after = self.definition.split(model)
+        _check_kept(before.pop("params", {}), after.pop("params", {}))
+        _check_shapes(before, after)
+        return result, after
+
+    def variables(self, state: NnxTrainState) -> Any:
+        return {"params": state.params, **state.collections}
+
+    def evaluate(self, function: Callable, variables: Any, batch: Any) -> Any:
+        collections = dict(variables)
+        return self.call(function, collections.pop("params"), collections, {}, batch)[0]
+
+
+def _check_kept(before: Any, after: Any) -> None:
+    for (path, old), new in zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    ):
+        if old is not new:
+            raise UsageError(
+                "The optimizer alone may change an nnx.Param. Got a model that assigns "
+                f"{jax.tree_util.keystr(path)} while it runs: make it a variable of another type."
+            )
+
+
+def _check_shapes(before: Any, after: Any) -> None:
+    def form(leaf):
+        return jnp.shape(leaf), jnp.result_type(leaf)
+
+    old, new = jax.tree.map(form, before), jax.tree.map(form, after)
+    if old != new:
+        raise UsageError(
+            "A model's variables must keep their shapes and dtypes from call to call. "
+            f"Got {new} for {old}."
+        )
