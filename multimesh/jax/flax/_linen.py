@@ -33,11 +33,11 @@ class LinenModel:
           kinds: The kinds of random numbers of the step: `module.init` gets a key for each.
           mutable: The collections that the module updates.
         """
-        self.module = module
+        self.module: Any = module
         self.init_fn = init_fn
         self.kinds = kinds
         self.mutable = mutable
-        self.default = module and module.apply
+        self.default: Any = module and module.apply
 
     def describe(self) -> Mapping[str, Any]:
         return {"mutable": self.mutable}

@@ -43,6 +43,34 @@ class Leaf:
     spec: PartitionSpec
     key: Any
 
+    def of(self, variables: Mapping[str, Any]) -> Any:
+        """Its number among collections."""
+        return functools.reduce(operator.getitem, self.path, variables[self.collection])
+
+    def number(self, value: Any) -> Any:
+        """A value of the variable as a collection has it."""
+        return value if self.key is None else jax.random.key_data(value)
+
+    def check_update(self, old: Any, new: Any) -> None:
+        """Checks what a function assigned to the variable.
+
+        Raises:
+          UsageError: It is a parameter, or the number has another shape or dtype.
+        """
+        if self.collection == "params":
+            raise UsageError(
+                "The optimizer alone may change an nnx.Param. Got a function that assigns "
+                f"{scope_name(self.path)}: make it a variable of another type."
+            )
+        forms = [
+            jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), each) for each in (old, new)
+        ]
+        if forms[0] != forms[1]:
+            raise UsageError(
+                "A variable must keep its shape and dtype from call to call. "
+                f"Got {forms[1]} for {scope_name(self.path)}, which was {forms[0]}."
+            )
+
 
 @dataclass(frozen=True)
 class Definition:
@@ -61,25 +89,13 @@ class Definition:
         """The definition of a model, whose values may be tracers."""
         return cls(nnx.graphdef(model), tuple(_leaf(*item) for item in _variables(model).items()))
 
-    def split(self, model: nnx.Module) -> dict[str, Any]:
-        """Takes the numbers out of a model.
-
-        Returns:
-          For each collection its tree.
+    def values(self, model: nnx.Module) -> dict[Path, Any]:
+        """The values of a model's variables.
 
         Raises:
           UsageError: The model has other variables than those of this definition.
         """
         found = _variables(model)
-        self._check(found)
-        trees: dict[str, dict[Path, Any]] = {leaf.collection: {} for leaf in self.leaves}
-        for leaf in self.leaves:
-            value = _value(found[leaf.path])
-            value = jax.random.key_data(value) if leaf.key is not None else value
-            trees[leaf.collection][leaf.path] = value
-        return {name: traverse_util.unflatten_dict(tree) for name, tree in trees.items()}
-
-    def _check(self, found: Mapping[Path, Any]) -> None:
         known = {leaf.path for leaf in self.leaves}
         # What a module sows is for looking at, and is not kept.
         new = {path for path in found if not isinstance(found[path], nnx.Intermediate)} - known
@@ -89,6 +105,47 @@ class Definition:
                 f"The model must keep the variables that it was made with. Got {names} "
                 f"{'in addition' if new else 'no more'}: make all variables in __init__."
             )
+        return {path: _value(found[path]) for path in known}
+
+    def split(self, model: nnx.Module) -> dict[str, Any]:
+        """Takes the numbers out of a model.
+
+        Returns:
+          For each collection its tree.
+        """
+        values = self.values(model)
+        return self._arrange({leaf: leaf.number(values[leaf.path]) for leaf in self.leaves})
+
+    def updated(
+        self, variables: Mapping[str, Any], before: Mapping[Path, Any], model: nnx.Module
+    ) -> dict[str, Any]:
+        """Takes the numbers out of a model that a function ran on.
+
+        Args:
+          variables: The numbers that the model was merged of.
+          before: The values that it had then.
+          model: The model now.
+
+        Returns:
+          Its collections. What the function left alone is the very number that it was.
+
+        Raises:
+          UsageError: A parameter was assigned, or a variable has another shape or dtype.
+        """
+        values = self.values(model)
+        numbers = {}
+        for leaf in self.leaves:
+            old, value = leaf.of(variables), values[leaf.path]
+            numbers[leaf] = old if value is before[leaf.path] else leaf.number(value)
+            if numbers[leaf] is not old:
+                leaf.check_update(old, numbers[leaf])
+        return self._arrange(numbers)
+
+    def _arrange(self, numbers: Mapping[Leaf, Any]) -> dict[str, Any]:
+        trees: dict[str, dict[Path, Any]] = {leaf.collection: {} for leaf in self.leaves}
+        for leaf, number in numbers.items():
+            trees[leaf.collection][leaf.path] = number
+        return {name: traverse_util.unflatten_dict(tree) for name, tree in trees.items()}
 
     def merge(self, variables: Mapping[str, Any], *, constrain: bool = False) -> nnx.Module:
         """Makes a model of collections.
@@ -99,7 +156,7 @@ class Definition:
         """
         values = {}
         for leaf in self.leaves:
-            value = functools.reduce(operator.getitem, leaf.path, variables[leaf.collection])
+            value = leaf.of(variables)
             with jax.named_scope(scope_name(leaf.path[:-1])):
                 if leaf.key is not None:
                     value = jax.random.wrap_key_data(value, impl=leaf.key)
@@ -107,6 +164,10 @@ class Definition:
                     value = jax.lax.with_sharding_constraint(value, leaf.spec)
             values[leaf.path] = value
         return nnx.merge(self.graphdef, traverse_util.unflatten_dict(values))
+
+
+def _form(number: Any) -> str:
+    return jax.typeof(number).str_short()
 
 
 def _variables(model: nnx.Module) -> dict[Path, Any]:
@@ -139,7 +200,7 @@ class NnxTrainState(MutableTrainState):
       definition: The model without its numbers.
     """
 
-    definition: Definition | None = struct.field(pytree_node=False, default=None)
+    definition: Any = struct.field(pytree_node=False, default=None)
 
     def model(self) -> nnx.Module:
         """Returns the model with this state's numbers.
@@ -174,9 +235,9 @@ class NnxModel:
           source: The module, which is only read, or the function; None where values exist.
           definition: The definition, where it is known.
         """
-        self.source = source
+        self.source: Any = source
         # That of a function is known when the function has first been traced.
-        self.definition = definition
+        self.definition: Any = definition
         if isinstance(source, nnx.Module):
             self.definition = Definition.of(source)
 
@@ -219,14 +280,14 @@ class NnxModel:
     def call(
         self, function: Callable, params: Any, collections: Any, keys: Mapping, batch: Any
     ) -> tuple[Any, dict[str, Any]]:
-        model = self.definition.merge({"params": params, **collections}, constrain=True)
-        before = self.definition.split(model)
+        variables = {"params": params, **collections}
+        model = self.definition.merge(variables, constrain=True)
+        before = self.definition.values(model)
         with module_scopes(model):
             result = function(model, batch)
-        after = self.definition.split(model)
-        _check_kept(before.pop("params", {}), after.pop("params", {}))
-        _check_shapes(before, after)
-        return result, after
+        collections = self.definition.updated(variables, before, model)
+        collections.pop("params", None)
+        return result, collections
 
     def variables(self, state: NnxTrainState) -> Any:
         return {"params": state.params, **state.collections}
@@ -234,26 +295,3 @@ class NnxModel:
     def evaluate(self, function: Callable, variables: Any, batch: Any) -> Any:
         collections = dict(variables)
         return self.call(function, collections.pop("params"), collections, {}, batch)[0]
-
-
-def _check_kept(before: Any, after: Any) -> None:
-    for (path, old), new in zip(
-        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
-    ):
-        if old is not new:
-            raise UsageError(
-                "The optimizer alone may change an nnx.Param. Got a model that assigns "
-                f"{jax.tree_util.keystr(path)} while it runs: make it a variable of another type."
-            )
-
-
-def _check_shapes(before: Any, after: Any) -> None:
-    def form(leaf):
-        return jnp.shape(leaf), jnp.result_type(leaf)
-
-    old, new = jax.tree.map(form, before), jax.tree.map(form, after)
-    if old != new:
-        raise UsageError(
-            "A model's variables must keep their shapes and dtypes from call to call. "
-            f"Got {new} for {old}."
-        )

@@ -8,7 +8,7 @@ nest as calls do.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from multimesh.errors import UsageError
 __all__ = ["module_scopes", "scope_name"]
 
 Path = tuple[Any, ...]
+Paths = tuple[Path, ...]
 
 # Where a module notes its paths. `nnx.remat`, `nnx.jit` and the like take modules apart and build
 # new ones: an attribute goes with them, an identity would not.
@@ -42,37 +43,28 @@ def module_scopes(model: nnx.Module) -> Iterator[None]:
     Args:
       model: A model of which nothing is kept: its modules are marked.
     """
-    modules = [module for _, module in nnx.iter_modules(model)]
-    _note_paths(model)
-    running: list[Path] = [()]
+    modules = {
+        path: module
+        for path, module in nnx.iter_modules(model)
+        if not isinstance(module, _CONTAINERS)
+    }
+    shared = {paths[0]: tuple(paths) for paths in nnx.find_duplicates(model, only=nnx.Module)}
+    for path, module in modules.items():
+        object.__setattr__(module, _PATHS, shared.get(path, (path,)))
+    calls: list[Paths] = [((),)]
     with contextlib.ExitStack() as restore:
-        for owner in _classes(modules):
+        for owner in _classes(modules.values()):
             for name, method in list(vars(owner).items()):
                 if _is_method(name, method):
-                    setattr(owner, name, _in_scope(method, running))
+                    setattr(owner, name, _in_scope(method, calls))
                     restore.callback(setattr, owner, name, method)
         yield
 
 
-def _note_paths(model: nnx.Module) -> None:
-    """Marks each module with all its paths: one that is shared has several."""
-    shared = {paths[0]: tuple(paths) for paths in nnx.find_duplicates(model, only=nnx.Module)}
-    paths_of: dict[int, tuple[Path, ...]] = {}
-    for path, module in nnx.iter_modules(model):
-        if not isinstance(module, _CONTAINERS):
-            paths_of[id(module)] = shared.get(path, (path,))
-            object.__setattr__(module, _PATHS, paths_of[id(module)])
-
-
-def _classes(modules: list[nnx.Module]) -> list[type]:
+def _classes(modules: Iterable[nnx.Module]) -> list[type]:
     """The classes that define what the modules do, without NNX's own bases."""
-    found = {
-        owner: None
-        for module in modules
-        if not isinstance(module, _CONTAINERS)
-        for owner in type(module).__mro__
-        if issubclass(owner, nnx.Module) and owner is not nnx.Module
-    }
+    owners = (owner for module in modules for owner in type(module).__mro__)
+    found = {o: None for o in owners if issubclass(o, nnx.Module) and o is not nnx.Module}
     return list(found)
 
 
@@ -87,36 +79,36 @@ def _is_method(name: str, value: Any) -> bool:
     )
 
 
-def _in_scope(method: Any, running: list[Path]) -> Callable:
-    """Wraps a method; `running` has the path of each module that is being called."""
+def _in_scope(method: Any, calls: list[Paths]) -> Callable:
+    """Wraps a method; `calls` has the paths of each module that is being called."""
 
     @functools.wraps(method)
     def call(module, *args, **kwargs):
         bound = method.__get__(module, type(module))
-        path = _path(module, running[-1])
-        if path == running[-1]:  # one method of a module calls another
+        paths = getattr(module, _PATHS, None)
+        # A module that is made during the call has no path; one of its own methods adds nothing.
+        if paths is None or paths == calls[-1]:
             return bound(*args, **kwargs)
-        inside = path[: len(running[-1])] == running[-1]
-        running.append(path)
-        try:
-            with jax.named_scope(scope_name(path[len(running[-2]) :] if inside else path)):
+        with jax.named_scope(scope_name(_path_from(calls[-1], paths, type(module).__name__))):
+            calls.append(paths)
+            try:
                 return bound(*args, **kwargs)
-        finally:
-            running.pop()
+            finally:
+                calls.pop()
 
     return call
 
 
-def _path(module: nnx.Module, caller: Path) -> Path:
-    """The path of a module; of a shared one, that through which its caller holds it."""
-    paths = getattr(module, _PATHS, None)
-    if paths is None:  # made during the call
-        return caller
-    paths = [path for path in paths if path[: len(caller)] == caller] or paths
-    nearest = [path for path in paths if len(path) == min(map(len, paths))]
+def _path_from(caller: Paths, paths: Paths, name: str) -> Path:
+    """The path from a module to one that it calls; from the model if it only got it handed."""
+    below = [
+        path[len(start) :] for start in caller for path in paths if path[: len(start)] == start
+    ]
+    found = set(below or paths)
+    nearest = sorted(path for path in found if len(path) == min(map(len, found)))
     if len(nearest) > 1:
         raise UsageError(
-            f"A module must have one place. Got a {type(module).__name__} that is at "
+            f"A module must have one place. Got a {name} that is at "
             f"{' and at '.join(map(scope_name, nearest))}: which of them a call means, and so its "
             "stage, cannot be known. Use two modules that share their Params, as in "
             "`second.kernel = first.kernel`."
