@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from multimesh.errors import UsageError
 from multimesh.jax.flax._nnx_scopes import module_scopes, scope_name
 from multimesh.jax.flax._state import MutableTrainState
+from multimesh.stages.forwarding import forwarded
 
 __all__ = ["Definition", "NnxModel", "NnxTrainState"]
 
@@ -43,6 +44,11 @@ class Leaf:
     spec: PartitionSpec
     key: Any
 
+    @property
+    def parameter(self) -> bool:
+        """Whether it is an `nnx.Param`."""
+        return self.collection == "params"
+
     def of(self, variables: Mapping[str, Any]) -> Any:
         """Its number among collections."""
         return functools.reduce(operator.getitem, self.path, variables[self.collection])
@@ -51,25 +57,20 @@ class Leaf:
         """A value of the variable as a collection has it."""
         return value if self.key is None else jax.random.key_data(value)
 
-    def check_update(self, old: Any, new: Any) -> None:
-        """Checks what a function assigned to the variable.
+    def update(self, old: Any, value: Any) -> Any:
+        """The number of a value that a function assigned.
 
         Raises:
-          UsageError: It is a parameter, or the number has another shape or dtype.
+          UsageError: It has another shape or dtype than the old number.
         """
-        if self.collection == "params":
-            raise UsageError(
-                "The optimizer alone may change an nnx.Param. Got a function that assigns "
-                f"{scope_name(self.path)}: make it a variable of another type."
-            )
-        forms = [
-            jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), each) for each in (old, new)
-        ]
-        if forms[0] != forms[1]:
+        new = self.number(value)
+        before, after = (jax.tree.map(_form, number) for number in (old, new))
+        if before != after:
             raise UsageError(
                 "A variable must keep its shape and dtype from call to call. "
-                f"Got {forms[1]} for {scope_name(self.path)}, which was {forms[0]}."
+                f"Got {after} for {scope_name(self.path)}, which was {before}."
             )
+        return new
 
 
 @dataclass(frozen=True)
@@ -114,35 +115,11 @@ class Definition:
           For each collection its tree.
         """
         values = self.values(model)
-        return self._arrange({leaf: leaf.number(values[leaf.path]) for leaf in self.leaves})
+        return self.arrange({leaf: leaf.number(values[leaf.path]) for leaf in self.leaves})
 
-    def updated(
-        self, variables: Mapping[str, Any], before: Mapping[Path, Any], model: nnx.Module
-    ) -> dict[str, Any]:
-        """Takes the numbers out of a model that a function ran on.
-
-        Args:
-          variables: The numbers that the model was merged of.
-          before: The values that it had then.
-          model: The model now.
-
-        Returns:
-          Its collections. What the function left alone is the very number that it was.
-
-        Raises:
-          UsageError: A parameter was assigned, or a variable has another shape or dtype.
-        """
-        values = self.values(model)
-        numbers = {}
-        for leaf in self.leaves:
-            old, value = leaf.of(variables), values[leaf.path]
-            numbers[leaf] = old if value is before[leaf.path] else leaf.number(value)
-            if numbers[leaf] is not old:
-                leaf.check_update(old, numbers[leaf])
-        return self._arrange(numbers)
-
-    def _arrange(self, numbers: Mapping[Leaf, Any]) -> dict[str, Any]:
-        trees: dict[str, dict[Path, Any]] = {leaf.collection: {} for leaf in self.leaves}
+    def arrange(self, numbers: Mapping[Leaf, Any]) -> dict[str, Any]:
+        """Arranges the numbers of some leaves as collections."""
+        trees: dict[str, dict[Path, Any]] = {leaf.collection: {} for leaf in numbers}
         for leaf, number in numbers.items():
             trees[leaf.collection][leaf.path] = number
         return {name: traverse_util.unflatten_dict(tree) for name, tree in trees.items()}
@@ -285,9 +262,45 @@ class NnxModel:
         before = self.definition.values(model)
         with module_scopes(model):
             result = function(model, batch)
-        collections = self.definition.updated(variables, before, model)
-        collections.pop("params", None)
-        return result, collections
+        after = self.definition.values(model)
+        changed = [
+            leaf for leaf in self.definition.leaves if after[leaf.path] is not before[leaf.path]
+        ]
+        self._check_kept([leaf for leaf in changed if leaf.parameter], function, variables, batch)
+        numbers = {
+            leaf: leaf.of(variables) for leaf in self.definition.leaves if not leaf.parameter
+        }
+        for leaf in changed:
+            if not leaf.parameter:
+                numbers[leaf] = leaf.update(numbers[leaf], after[leaf.path])
+        return result, self.definition.arrange(numbers)
+
+    def _check_kept(self, leaves: list[Leaf], function, variables, batch) -> None:
+        """Checks that parameters with a new value have it under a new name only.
+
+        What a function passes through `nnx.jit` or `nnx.remat` comes back as another tracer.
+
+        Raises:
+          UsageError: The function assigned a parameter.
+        """
+        if not leaves:
+            return
+
+        def parameters(variables, batch):
+            model = self.definition.merge(variables)
+            function(model, batch)
+            values = self.definition.values(model)
+            return [values[leaf.path] for leaf in leaves]
+
+        flat, tree = jax.tree.flatten(variables)
+        position = jax.tree.unflatten(tree, range(len(flat)))
+        kept = forwarded(parameters, (variables, batch))
+        for leaf, source in zip(leaves, kept, strict=True):
+            if source != leaf.of(position):
+                raise UsageError(
+                    "The optimizer alone may change an nnx.Param. Got a function that assigns "
+                    f"{scope_name(leaf.path)}: make it a variable of another type."
+                )
 
     def variables(self, state: NnxTrainState) -> Any:
         return {"params": state.params, **state.collections}

@@ -101,11 +101,12 @@ def _in_scope(method: Any, calls: list[Paths]) -> Callable:
 
 def _path_from(caller: Paths, paths: Paths, name: str) -> Path:
     """The path from a module to one that it calls; from the model if it only got it handed."""
-    below = [
+    below = {
         path[len(start) :] for start in caller for path in paths if path[: len(start)] == start
-    ]
-    found = set(below or paths)
-    nearest = sorted(path for path in found if len(path) == min(map(len, found)))
+    }
+    found = below or set(paths)
+    shortest = min(map(len, found))
+    nearest = sorted((path for path in found if len(path) == shortest), key=str)
     if len(nearest) > 1:
         raise UsageError(
             f"A module must have one place. Got a {name} that is at "
