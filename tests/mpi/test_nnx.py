@@ -123,7 +123,9 @@ def test_a_shared_stream_does_not_hold_up_the_pipeline():
     register(cases.apart(2))
     step_fn, *_ = build(lambda rngs: nnx_models.SharedStream(2, rngs=rngs))
     # No stage waits with a microbatch until another has done with the one before.
-    assert all(edge.source == edge.target for edge in step_fn.plan.graph.edges if edge.carried)
+    assert all(
+        edge.source == edge.target for edge in step_fn.plan.graph.dependencies if edge.carried
+    )
 
 
 def test_an_instance_is_only_read():

@@ -263,13 +263,11 @@ class NnxModel:
         with module_scopes(model):
             result = function(model, batch)
         after = self.definition.values(model)
-        changed = [
-            leaf for leaf in self.definition.leaves if after[leaf.path] is not before[leaf.path]
-        ]
+        leaves = self.definition.leaves
+        changed = [leaf for leaf in leaves if after[leaf.path] is not before[leaf.path]]
         self._check_kept([leaf for leaf in changed if leaf.parameter], function, variables, batch)
-        numbers = {
-            leaf: leaf.of(variables) for leaf in self.definition.leaves if not leaf.parameter
-        }
+        # What was left alone stays the very number that it was, and need not be handed on.
+        numbers = {leaf: leaf.of(variables) for leaf in leaves if not leaf.parameter}
         for leaf in changed:
             if not leaf.parameter:
                 numbers[leaf] = leaf.update(numbers[leaf], after[leaf.path])
