@@ -76,25 +76,40 @@ def check(make, rows, microbatches, loss=nnx_models.mean_loss):
     return step_fn, state
 
 
-MLPS = {
-    "lists": nnx_models.Mlp,
+TRANSFORMS = {
     "remat": partial(nnx_models.Mlp, layer=nnx_models.RematLayer),
     "jit": partial(nnx_models.Mlp, layer=nnx_models.JitLayer),
     "scan": nnx_models.Scanned,
-    "shared stream": nnx_models.SharedStream,
 }
 
 
-@pytest.mark.parametrize("name", MLPS)
-def test_statistics_and_random_numbers(name):
+def test_statistics_and_random_numbers():
     register(cases.apart(2))
-    check(lambda rngs: MLPS[name](2, rngs=rngs), 10, 4)  # 3, 3, 2 and 2 rows
+    _, state = check(lambda rngs: nnx_models.Mlp(2, rngs=rngs), 10, 4)  # 3, 3, 2 and 2 rows
+    for tree in (state.params, *state.collections.values()):
+        for index, position in enumerate((0, 4)):
+            for leaf in jax.tree.leaves(tree["layers"][index]):
+                assert leaf.sharding.device_set == {jax.devices()[position]}
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_submeshes_of_four_stages(microbatches):
+def test_a_shared_stream_does_not_hold_up_the_pipeline():
+    register(cases.apart(2))
+    step_fn, _ = check(lambda rngs: nnx_models.SharedStream(2, rngs=rngs), 8, 4)
+    # No stage waits with a microbatch until another has done with the one before.
+    carried = [edge for edge in step_fn.plan.graph.dependencies if edge.carried]
+    assert all(edge.source == edge.target for edge in carried)
+
+
+def test_four_stages():
     register(cases.wide(4))
-    check(lambda rngs: nnx_models.Mlp(4, rngs=rngs), 16, microbatches)
+    check(lambda rngs: nnx_models.Mlp(4, rngs=rngs, dropout=False), 8, 4)
+
+
+@pytest.mark.mpi(ranks=(2,))
+@pytest.mark.parametrize(("name", "microbatches"), [("remat", 2), ("jit", 1), ("scan", 2)])
+def test_transforms_inside_a_stage(name, microbatches):
+    register(cases.apart(2))
+    check(lambda rngs: TRANSFORMS[name](2, rngs=rngs), 8, microbatches)
 
 
 def test_a_transformer_with_tied_embedding_and_logical_axes():
@@ -110,32 +125,13 @@ def test_a_transformer_with_tied_embedding_and_logical_axes():
     assert model.head.table is model.embed.embedding
 
 
-def test_variables_live_with_their_stage():
-    register(cases.apart(2))
-    _, state, _ = build(lambda rngs: nnx_models.Mlp(2, rngs=rngs))
-    for tree in (state.params, *state.collections.values()):
-        for index, position in enumerate((0, 4)):
-            for leaf in jax.tree.leaves(tree["layers"][index]):
-                assert leaf.sharding.device_set == {jax.devices()[position]}
-
-
-def test_a_shared_stream_does_not_hold_up_the_pipeline():
-    register(cases.apart(2))
-    step_fn, *_ = build(lambda rngs: nnx_models.SharedStream(2, rngs=rngs))
-    # No stage waits with a microbatch until another has done with the one before.
-    assert all(
-        edge.source == edge.target for edge in step_fn.plan.graph.dependencies if edge.carried
-    )
-
-
 def test_an_instance_is_only_read():
     register(cases.apart(2))
-    model = nnx_models.Mlp(2, nnx.Rngs(jax.random.key(42)))
+    model = nnx_models.Mlp(2, nnx.Rngs(0), dropout=False)
     before = numbers(model)
-    step_fn, state, _ = build(model)
-    made, _ = build(lambda rngs: nnx_models.Mlp(2, rngs=rngs))[1:]
-    oracle.assert_tree_close(fetch(state.params), fetch(made.params), "params")
-    _, state = step_fn(state, nnx_models.noise(8, 0))
+    step_fn, state, _ = build(model, microbatches=1)
+    oracle.assert_tree_close(numbers(fetch(state).model()), before, "state")
+    step_fn(state, nnx_models.noise(8, 0))
     oracle.assert_tree_close(numbers(model), before, "model")
     assert nnx_models.Layer.__call__.__module__ == nnx_models.__name__
     assert not hasattr(nnx_models.Layer.__call__, "__wrapped__")
@@ -143,7 +139,7 @@ def test_an_instance_is_only_read():
 
 def test_evaluation_between_steps():
     register(cases.apart(2))
-    step_fn, state, mesh = build(lambda rngs: nnx_models.Mlp(2, rngs=rngs))
+    step_fn, state, mesh = build(lambda rngs: nnx_models.Mlp(2, rngs=rngs, dropout=False))
 
     def predict(model, batch):
         model.eval()
@@ -163,9 +159,12 @@ def test_evaluation_between_steps():
     evaluate = parallelize_eval(model, state, mesh, global_batch=batch["x"])
     oracle.assert_close(evaluate(state, batch["x"]), np.asarray(model(batch["x"])))
     with pytest.raises(UsageError, match="variables"):
-        parallelize_eval(nnx_models.Mlp(1, nnx.Rngs(0)), state, mesh, global_batch=batch["x"])
-    with pytest.raises(UsageError, match=r"\(model, batch\)"):
-        parallelize_eval(lambda rngs: model, state, mesh, global_batch=batch["x"])
+        parallelize_eval(
+            nnx_models.Mlp(1, nnx.Rngs(0), dropout=False), state, mesh, global_batch=batch["x"]
+        )
+    for other in (lambda rngs: model, nn.Dense(3)):
+        with pytest.raises(UsageError, match=r"\(model, batch\)"):
+            parallelize_eval(other, state, mesh, global_batch=batch["x"])
 
 
 class Twice(nnx.Module):
@@ -231,6 +230,3 @@ def test_patterns_and_instances_are_checked():
     if jax.process_count() > 1:
         with pytest.raises(RankMismatchError, match="numbers of the model"):
             build(nnx_models.Mlp(2, nnx.Rngs(jax.process_index())))
-    state = build(lambda rngs: nnx_models.Mlp(2, rngs=rngs)).train_state
-    with pytest.raises(UsageError, match="NNX"):
-        parallelize_eval(nn.Dense(3), state, global_batch=nnx_models.noise(8, 0))

@@ -28,12 +28,17 @@ __all__ = [
 FEATURES = 8
 VOCABULARY = 16
 
+# Uniform: a normal distribution would take most of the compiler's time.
+_kernel_init = nnx.initializers.xavier_uniform()
+
 
 class Layer(nnx.Module):
     """A dense layer with what makes microbatches matter: statistics and random numbers."""
 
     def __init__(self, rngs, norm=True, dropout=True):
-        self.linear = nnx.Linear(FEATURES, FEATURES, use_bias=not norm, rngs=rngs)
+        self.linear = nnx.Linear(
+            FEATURES, FEATURES, use_bias=not norm, kernel_init=_kernel_init, rngs=rngs
+        )
         self.norm = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs) if norm else None
         self.dropout = nnx.Dropout(0.5, rngs=rngs) if dropout else None
 
@@ -64,7 +69,7 @@ class SharedStreamLayer(nnx.Module):
     """A dense layer that draws from random numbers that the whole model shares."""
 
     def __init__(self, rngs):
-        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.linear = nnx.Linear(FEATURES, FEATURES, kernel_init=_kernel_init, rngs=rngs)
         self.dropout = nnx.Dropout(0.5)
 
     def __call__(self, x, rngs):
@@ -118,7 +123,7 @@ class Scanned(nnx.Module):
 
 
 def _partitioned(*names):
-    return nnx.with_partitioning(nnx.initializers.xavier_uniform(), names)
+    return nnx.with_partitioning(_kernel_init, names)
 
 
 class Block(nnx.Module):
@@ -157,7 +162,7 @@ class Transformer(nnx.Module):
     """A causal language model whose `head` shares the `nnx.Param` of `embed`."""
 
     def __init__(self, blocks, rngs):
-        self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
+        self.embed = nnx.Embed(VOCABULARY, FEATURES, embedding_init=_kernel_init, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
         self.head = Head(self.embed.embedding, rngs)
         self.scale = nnx.Param(jnp.ones(()))
