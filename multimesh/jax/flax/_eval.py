@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen as nn
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
@@ -86,7 +87,7 @@ def _in_order(microbatches: list[np.ndarray], shares: int) -> np.ndarray:
 
 
 def parallelize_eval(
-    model: nn.Module | Callable[[Any, Any], Any],
+    model: nn.Module | nnx.Module | Callable[[Any, Any], Any],
     train_state: TrainState,
     mesh: Any = None,
     *,
@@ -103,7 +104,9 @@ def parallelize_eval(
     Collective: every rank makes the same call. Parameters stay where the training step put them.
 
     Args:
-      model: A Flax module (its `apply`), or a function `(params, batch) -> outputs`. Outputs are a
+      model: A Linen module (its `apply`), an NNX module (its `model(batch)`, on the numbers of the
+        state), or a function `(params, batch) -> outputs`, for NNX `(model, batch)`; what that
+        changes in the model (`model.eval()`) lasts for the call. Outputs are a
         pytree of arrays with the rows first, of scalars (see `reduction`) and of
         `multimesh.jax.Weighted`, which are reduced over the whole batch.
       train_state: A state of the training step.
