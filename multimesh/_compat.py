@@ -99,7 +99,7 @@ def without_mesh(eqn: core.JaxprEqn) -> core.JaxprEqn:
     """
     present = internal_core.new_jaxpr_eqn([], [], eqn.primitive, {}, eqn.effects)
     invars = [
-        core.Literal(np.asarray(atom.val), atom.aval)
+        core.Literal(np.asarray(atom.val, atom.aval.dtype), atom.aval)
         if isinstance(atom, core.Literal) and hasattr(atom.val, "dtype")
         else atom
         for atom in eqn.invars

@@ -175,6 +175,7 @@ class _Tracer:
             replaced={index: results + index for index in range(updated)},
             companions=source.companions,
             shardings=source.shardings,
+            number=len(paths) + len(source.spec.names),
             rows=size,
             batch_axis=source.batch_axis,
         )

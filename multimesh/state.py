@@ -67,10 +67,11 @@ class State:
         self._placed: list[tuple[int, int]] = []
         self._replicated: list[tuple[int, list[tuple[int, int]]]] = []
         for index, (argument, home) in enumerate(zip(self.arguments, self.homes, strict=True)):
+            # Where a leaf has a home, other submeshes are sent copies of it.
             used = [
                 (submesh, slots[Instance(argument, 0), submesh])
                 for submesh in self.mine
-                if (Instance(argument, 0), submesh) in slots
+                if home in (None, submesh) and (Instance(argument, 0), submesh) in slots
             ]
             if home is None and used:
                 self._replicated.append((index, used))

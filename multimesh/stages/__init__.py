@@ -3,7 +3,9 @@
 registry    what the user registered: patterns over module scopes, submeshes, logical axes
 trace       the whole step as one jaxpr, with logical axes
 scopes      what an equation's name stack says
+forwarding  which results of a function are its arguments
 flatten     one flat list of labelled equations before, in and after the microbatch loop
+counters    what only counts microbatches is computed from their number
 hoist       what does not change with the microbatch leaves the loop
 placement   the submesh of each equation
 accumulate  one accumulator for each submesh that feeds a gradient

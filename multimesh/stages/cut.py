@@ -1,4 +1,4 @@
-"""Runs the passes over a traced step, in order: flatten, hoist, place, split, cut."""
+"""Runs the passes over a traced step, in order: flatten, count, hoist, place, split, cut."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh.errors import RegistryError
 from multimesh.stages.accumulate import split_accumulators
+from multimesh.stages.counters import count_by_number
 from multimesh.stages.flatten import FlatStep, flatten
 from multimesh.stages.hoist import hoist
 from multimesh.stages.partition import Need, TaskSpec, partition
@@ -28,6 +29,7 @@ class Signature:
 
     Attributes:
       names: A name of each argument, for errors.
+      number: The argument with the numbers of the microbatches.
       replaced: State argument -> the result that replaces it.
       companions: Optimizer state -> the parameter that it belongs to.
       shardings: Arguments that exist already; one on the whole mesh is replicated.
@@ -36,6 +38,7 @@ class Signature:
     """
 
     names: Sequence[str]
+    number: int
     replaced: Mapping[int, int] = field(default_factory=dict)
     companions: Mapping[int, int] = field(default_factory=dict)
     shardings: Mapping[int, NamedSharding] = field(default_factory=dict)
@@ -92,7 +95,8 @@ def cut(
       PlacementError: The step cannot be cut.
     """
     labels = _Labels(registry, mesh)
-    step = hoist(flatten(closed, labels))
+    step = flatten(closed, labels)
+    step = hoist(count_by_number(step, step.arguments[signature.number]))
     if check_patterns:
         labels.check_patterns()
     fixed = {step.arguments[index]: known for index, known in signature.shardings.items()}

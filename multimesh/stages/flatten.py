@@ -148,6 +148,7 @@ def flatten(closed: core.ClosedJaxpr, labeler: Labeler) -> FlatStep:
     opener.step = step
     outputs = opener.inline(closed.jaxpr, closed.consts, arguments, Scope(), step.after)
     step.outputs = [opener.variable(atom, step.after) for atom in outputs]
+    _drop_unchanged(step)
     _unroll_single(step)
     _split_outer(step)
     return step
@@ -294,16 +295,30 @@ class _Opener:
         return finals
 
 
+def _drop_unchanged(step: FlatStep) -> None:
+    """What every microbatch hands on as it got it (a random key) is read from outside."""
+    same = [carry for carry in step.carries if carry.update is carry.inner]
+    _replace_carries(step, same)
+
+
 def _unroll_single(step: FlatStep) -> None:
     """With one microbatch nothing is carried: the loop reads what the carry starts with."""
-    if step.microbatches != 1:
-        return
-    known = {carry.inner: carry.initial for carry in step.carries}
+    if step.microbatches == 1:
+        _replace_carries(step, step.carries)
+
+
+def _replace_carries(step: FlatStep, carries: list[Carry]) -> None:
+    """Makes the loop read what some carries start with, and the rest of the step their update."""
+    known = {carry.inner: carry.initial for carry in carries}
     step.loop = [substitute(node, known) for node in step.loop]
-    finals = {carry.final: known.get(carry.update, carry.update) for carry in step.carries}
+    finals = {carry.final: known.get(carry.update, carry.update) for carry in carries}
     step.after = [substitute(node, finals) for node in step.after]
     step.outputs = [replace_atom(atom, finals) for atom in step.outputs]
-    step.carries = []
+    step.carries = [
+        replace(carry, update=replace_atom(carry.update, known))
+        for carry in step.carries
+        if carry not in carries
+    ]
 
 
 def substitute(node: Node, known: dict[core.Var, Atom]) -> Node:

@@ -23,6 +23,7 @@ __all__ = [
     "assert_same_training",
     "assert_tree_close",
     "evaluate",
+    "one_device",
     "train",
     "train_pipeline",
 ]
@@ -52,7 +53,7 @@ class Training:
 
 
 @contextlib.contextmanager
-def _one_device():
+def one_device():
     """A mesh of one local device in which the models' logical axes mean nothing."""
     axes = ("batch", "data", "model")
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), axes)
@@ -63,7 +64,7 @@ def _one_device():
 def train(case, batches, key=None) -> Training:
     """Trains a case in plain JAX, one step for each batch."""
     key = jax.random.key(42) if key is None else key
-    with _one_device():
+    with one_device():
         state = jax.jit(functools.partial(_initial_state, case))(key, batches[0])
         return _train(jax.jit(functools.partial(_plain_step, case)), state, batches, fetch=_host)
 
@@ -86,7 +87,7 @@ def _train(step, state, batches, fetch):
 
 def evaluate(case, params, batch):
     """The model's outputs for a batch, from parameters on the host."""
-    with _one_device():
+    with one_device():
         return np.asarray(jax.jit(case.model.apply)(params, batch))
 
 

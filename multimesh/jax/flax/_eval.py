@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen as nn
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
@@ -15,10 +16,12 @@ from multimesh.errors import UsageError
 from multimesh.jax._fetch import fetch
 from multimesh.jax._loop import loop_over_microbatches
 from multimesh.jax._loss import as_parts, finish, is_weighted
+from multimesh.jax.flax._model import Model
 from multimesh.jax.flax._options import (
     batch_spec,
     check_reduction,
     compare_requests,
+    evaluation,
     make_context,
 )
 from multimesh.source import StepSource
@@ -37,8 +40,9 @@ class EvalFunction:
       num_shares: How many shares there are.
     """
 
-    def __init__(self, steps: Steps, trees: dict[str, Any], to: int | str):
+    def __init__(self, steps: Steps, model: Model, trees: dict[str, Any], to: int | str):
         self._steps = steps
+        self._model = model
         self._trees = trees
         self._to = to
         self.plan = steps.first.plan
@@ -67,7 +71,7 @@ class EvalFunction:
           StallError: Another rank did not send in time.
         """
         step = self._steps.of(batch)
-        outputs, _ = step(_variables(state), batch)
+        outputs, _ = step(self._model.variables(state), batch)
         fetched = fetch(outputs, self._to)
         if fetched is None:
             return None
@@ -87,14 +91,8 @@ def _in_order(microbatches: list[np.ndarray], shares: int) -> np.ndarray:
     return np.concatenate([part[share] for share in range(shares) for part in parts])
 
 
-def _variables(state: TrainState) -> Any:
-    """What a model's `apply` takes: the parameters, with the mutable collections as they are."""
-    collections = getattr(state, "collections", None)
-    return {**state.params, **collections} if collections else state.params
-
-
 def parallelize_eval(
-    model: nn.Module | Callable[[Any, Any], Any],
+    model: nn.Module | nnx.Module | Callable[[Any, Any], Any],
     train_state: TrainState,
     mesh: Any = None,
     *,
@@ -111,7 +109,9 @@ def parallelize_eval(
     Collective: every rank makes the same call. Parameters stay where the training step put them.
 
     Args:
-      model: A Flax module (its `apply`), or a function `(params, batch) -> outputs`. Outputs are a
+      model: A Linen module (its `apply`), an NNX module (its `model(batch)`, on the numbers of the
+        state), or a function `(params, batch) -> outputs`, for NNX `(model, batch)`; what that
+        changes in the model (`model.eval()`) lasts for the call. Outputs are a
         pytree of arrays with the rows first, of scalars (see `reduction`) and of
         `multimesh.jax.Weighted`, which are reduced over the whole batch.
       train_state: A state of the training step.
@@ -131,14 +131,12 @@ def parallelize_eval(
       UsageError: An argument, the registry, the function or the batch does not fit.
       RankMismatchError: The ranks were given different things.
     """
-    function = model.apply if isinstance(model, nn.Module) else model
-    if not callable(function):
-        raise UsageError(f"model must be a Flax module or a function. Got {model!r}.")
     if not isinstance(train_state, TrainState):
         raise UsageError(
             "train_state must be a state of a training step. "
             f"Got {type(train_state).__name__}; parallelize_step returns one."
         )
+    wrapped, function = evaluation(model, train_state)
     check_reduction(reduction)
     context = make_context(mesh)
     spec = batch_spec(local_batch, global_batch, num_microbatches)
@@ -146,12 +144,14 @@ def parallelize_eval(
         context, spec, {"num_microbatches": num_microbatches, "reduction": reduction, "to": to}
     )
     tree: dict[str, Any] = {}
-    variables = _variables(train_state)
+    variables = wrapped.variables(train_state)
     leaves = jax.tree.leaves(variables)
 
     def build(shape: BatchSpec) -> Step:
         source = StepSource(
-            function=functools.partial(_evaluate, function, reduction, tree),
+            function=functools.partial(
+                _evaluate, functools.partial(wrapped.evaluate, function), reduction, tree
+            ),
             state=lambda rows: jax.tree.map(_aval, variables),
             companions={},
             shardings={index: _sharding(leaf) for index, leaf in enumerate(leaves)},
@@ -165,7 +165,7 @@ def parallelize_eval(
         )
         return build_step(source, context)
 
-    return EvalFunction(Steps(build, spec), tree, to)
+    return EvalFunction(Steps(build, spec), wrapped, tree, to)
 
 
 def _aval(leaf: jax.Array) -> jax.ShapeDtypeStruct:

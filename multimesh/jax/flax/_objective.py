@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 from multimesh.errors import UsageError
 from multimesh.jax._loop import loop_over_microbatches, microbatch_shapes
 from multimesh.jax._loss import Parts, as_parts, finish, is_weighted
+from multimesh.jax.flax._model import Model
 
 __all__ = ["LossFunction", "Objective", "train"]
 
@@ -23,18 +24,18 @@ class Objective(NamedTuple):
     """A user's loss function, with what it is given and how its value is combined.
 
     Attributes:
+      model: What hands the variables to the function.
       function: `(params, batch) -> loss`, with `rngs=` and `mutable=` where there are any.
       has_aux: Whether it returns `(loss, metrics)`.
       reduction: What a scalar is over its rows.
       keys: The data of the base key of each kind of random numbers, and the keys' implementation.
-      mutable: The collections that it updates.
     """
 
+    model: Model
     function: LossFunction
     has_aux: bool
     reduction: str | None
     keys: Mapping[str, tuple[Any, Any]]
-    mutable: tuple[str, ...]
 
     def step_keys(self, step: jax.Array) -> dict[str, jax.Array]:
         """The keys of a step: `fold_in(key, step)`."""
@@ -51,8 +52,7 @@ class Objective(NamedTuple):
         Returns:
           The total to differentiate, and `(weight, parts of the metrics, new collections)`.
         """
-        result = self._call(params, collections, keys, batch)
-        result, updates = self._updates(result, collections) if self.mutable else (result, {})
+        result, updates = self.model.call(self.function, params, collections, keys, batch)
         aux: Any = {}
         if self.has_aux:
             if not isinstance(result, tuple) or len(result) != 2 or is_weighted(result):
@@ -74,31 +74,6 @@ class Objective(NamedTuple):
             for name, value in aux.items()
         }
         return loss.total, (loss.weight, metrics, updates)
-
-    def _call(self, params, collections, keys, batch) -> Any:
-        options: dict[str, Any] = {}
-        if self.keys:
-            options["rngs"] = dict(keys)
-        if not self.mutable:
-            return self.function(params, batch, **options)
-        options["mutable"] = list(self.mutable)
-        return self.function({**params, **collections}, batch, **options)
-
-    def _updates(self, result: Any, collections: Any) -> tuple[Any, Any]:
-        """Splits `(result, updates)`, which Flax's `apply` returns with `mutable=`."""
-        if not isinstance(result, tuple) or len(result) != 2 or is_weighted(result):
-            raise UsageError(
-                f"With mutable={list(self.mutable)}, loss_fn must return (loss, updates), as "
-                f"model.apply(..., mutable=mutable) does. Got {type(result).__name__}."
-            )
-        result, updates = result
-        old, new = (jax.tree.map(jnp.shape, tree) for tree in (collections, dict(updates)))
-        if old != new:
-            raise UsageError(
-                "loss_fn must return every mutable collection, in the shapes it was given. "
-                f"Got {new} for {old}."
-            )
-        return result, dict(updates)
 
     def check_weight(self, params, collections, keys, batch) -> None:
         """Checks that a loss's weight has no gradient: the total alone is differentiated.

@@ -1,16 +1,23 @@
 """Checks of the arguments that training and evaluation share."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
 from multimesh.batch import BatchSpec
 from multimesh.errors import UsageError
 from multimesh.fingerprint import compare
+from multimesh.jax.flax._linen import LinenModel
 from multimesh.jax.flax._mesh import StepMesh, plain_mesh
+from multimesh.jax.flax._model import Model
+from multimesh.jax.flax._nnx import NnxModel, NnxTrainState
 from multimesh.launch import require_init
 from multimesh.source import Context
 from multimesh.stages.registry import default_registry
@@ -21,7 +28,9 @@ __all__ = [
     "check_reduction",
     "collection_names",
     "compare_requests",
+    "evaluation",
     "make_context",
+    "make_model",
     "random_keys",
 ]
 
@@ -116,6 +125,88 @@ def collection_names(mutable: Any) -> tuple[str, ...]:
             f"which the optimizer updates. Got {mutable!r}."
         )
     return tuple(names)
+
+
+def make_model(model: Any, init_fn: Any, kinds: tuple[str, ...], mutable: tuple[str, ...]) -> Model:
+    """Finds out which kind of model a user gave.
+
+    Args:
+      model: A Linen module, an NNX module, or a function that makes one.
+      init_fn: How a Linen module's parameters are made, or None.
+      kinds: The kinds of random numbers, for a Linen module.
+      mutable: The collections that a Linen module updates.
+
+    Raises:
+      UsageError: It is none of these, or is given what only Linen modules take.
+    """
+    if isinstance(model, nn.Module):
+        return LinenModel(model, init_fn, kinds, mutable)
+    if isinstance(model, type) or not callable(model):
+        raise UsageError(
+            "model must be a Flax module instance (Linen or NNX), or a function from nnx.Rngs to "
+            f"an nnx.Module. Got {model!r}."
+        )
+    for name, given in (("init_fn", init_fn), ("rngs", kinds), ("mutable", mutable)):
+        if given:
+            raise UsageError(
+                f"{name} is for Linen modules: an NNX model makes and holds all its variables "
+                f"itself. Got {name}={given!r}; leave it out."
+            )
+    return NnxModel(model)
+
+
+def evaluation(model: Any, state: TrainState) -> tuple[Model, Callable]:
+    """Finds out what a user wants to evaluate on a state.
+
+    Args:
+      model: A module, or a function.
+      state: A state of a training step.
+
+    Returns:
+      The model, and the function to call.
+
+    Raises:
+      UsageError: It is something else, or does not fit the state.
+    """
+    if isinstance(state, NnxTrainState):
+        return _nnx_evaluation(model, state)
+    if isinstance(model, nn.Module):
+        return LinenModel(model), model.apply
+    if isinstance(model, nnx.Module | type) or not callable(model):
+        raise UsageError(
+            "For a state of a Linen model, model must be a Linen module, or a function "
+            f"(params, batch) -> outputs. Got {model!r}."
+        )
+    return LinenModel(None), model
+
+
+def _nnx_evaluation(model: Any, state: NnxTrainState) -> tuple[Model, Callable]:
+    if isinstance(model, nnx.Module):
+        wrapped = NnxModel(model)
+        if wrapped.definition.leaves != state.definition.leaves:
+            raise UsageError(
+                "model must have the variables of the model that train_state is of. Got "
+                f"{type(model).__name__} with other variables; give train_state.model(), or a "
+                "function (model, batch) -> outputs."
+            )
+        return wrapped, wrapped.default
+    if isinstance(model, nn.Module | type) or not callable(model) or not _takes_two(model):
+        raise UsageError(
+            "For a state of an NNX model, model must be an NNX module, or a function "
+            f"(model, batch) -> outputs. Got {model!r}."
+        )
+    return NnxModel(None, state.definition), model
+
+
+def _takes_two(function: Callable) -> bool:
+    """Whether a function can be called with a model and a batch."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C has no signature to look at
+        return True
+    return True
 
 
 def check_reduction(reduction: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 
 from multimesh.batch import BatchSpec
-from multimesh.errors import UsageError
+from multimesh.jax.flax._model import Model
 from multimesh.source import Context
 from multimesh.stages.initialize import Initializer
 from multimesh.stages.trace import shapes, trace
@@ -31,16 +31,13 @@ class MutableTrainState(TrainState):
 class Initialization:
     """The traced initialization of a `TrainState`."""
 
-    def __init__(self, model, optimizer, init_fn, rng, kinds, mutable, spec: BatchSpec, names):
+    def __init__(self, model: Model, optimizer, rng, spec: BatchSpec, names):
         """Prepares the trace.
 
         Args:
-          model: The Flax module.
+          model: What makes the variables.
           optimizer: The optax transformation.
-          init_fn: `(key, batch) -> params`, or None for `model.init`.
           rng: The key, or None for `jax.random.key(42)`.
-          kinds: The kinds of random numbers of the step: `model.init` gets a key for each.
-          mutable: The collections that the model updates.
           spec: The structure of the example batch.
           names: The logical axis names that are known.
         """
@@ -48,10 +45,7 @@ class Initialization:
         self.typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
         self.impl = jax.random.key_impl(key) if self.typed else None
         self.data = np.asarray(jax.random.key_data(key) if self.typed else key)
-        self.init_fn = init_fn
         self.model = model
-        self.kinds = kinds
-        self.mutable = mutable
         self.optimizer = optimizer
         self.spec = spec
         self.names = names
@@ -60,22 +54,9 @@ class Initialization:
     def state(self, data: jax.Array, leaves: list) -> TrainState:
         """Makes the state, from the key's data and the batch's leaves."""
         key = jax.random.wrap_key_data(data, impl=self.impl) if self.typed else data
-        params = self._init(key, jax.tree.unflatten(self.spec.tree, leaves))
-        create, more = TrainState.create, {}
-        if self.mutable:
-            params, collections = _split(params, self.mutable)
-            create, more = MutableTrainState.create, {"collections": collections}
-        state = create(apply_fn=self.model.apply, params=params, tx=self.optimizer, **more)
+        params, collections = self.model.init(key, jax.tree.unflatten(self.spec.tree, leaves))
+        state = self.model.state(params, collections, self.optimizer)
         return state.replace(step=jnp.asarray(state.step, jnp.int32))
-
-    def _init(self, key, batch) -> Any:
-        if self.init_fn is not None:
-            return self.init_fn(key, batch)
-        if not self.kinds:
-            return self.model.init(key, batch)
-        # A model that draws random numbers may do so while it is initialized.
-        keys = {kind: jax.random.fold_in(key, n) for n, kind in enumerate(self.kinds, 1)}
-        return self.model.init({**keys, "params": key}, batch)
 
     def _arguments(self, rows: int) -> tuple:
         leaves = [
@@ -116,18 +97,6 @@ class Initialization:
             else:
                 leaves.append(state.absent(index))
         return jax.tree.unflatten(state.tree, leaves)
-
-
-def _split(variables: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
-    """Splits what `init` returned into parameters and the collections that change."""
-    missing = [name for name in mutable if name not in variables]
-    if missing:
-        raise UsageError(
-            f"mutable={list(mutable)} names {missing}, but the model's init makes only "
-            f"{sorted(variables)}. Name collections that exist."
-        )
-    params = {name: value for name, value in variables.items() if name not in mutable}
-    return params, {name: variables[name] for name in mutable}
 
 
 def companions(state: TrainState) -> dict[int, int]:

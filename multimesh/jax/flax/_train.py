@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
+from flax import nnx
 from flax.training.train_state import TrainState
 
 from multimesh.batch import BatchSpec
@@ -18,6 +19,7 @@ from multimesh.jax.flax._options import (
     collection_names,
     compare_requests,
     make_context,
+    make_model,
     random_keys,
 )
 from multimesh.jax.flax._state import Initialization, companions
@@ -132,7 +134,7 @@ class PrepareBatch:
 
 
 def parallelize_step(
-    model: nn.Module,
+    model: nn.Module | nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     optimizer: Any,
     mesh: Any = None,
     *,
@@ -156,16 +158,19 @@ def parallelize_step(
     optimizer state of its own stages, and has compiled only their tasks.
 
     Args:
-      model: A Flax module; it needs to know nothing of multimesh.
+      model: A Flax Linen module; an NNX module, which is only read; or a function that makes an
+        NNX module, so that no rank ever holds all of it. It needs to know nothing of multimesh.
       optimizer: An optax gradient transformation.
       mesh: All devices of the step; by default every device along one axis.
       local_batch: An example of this process's share of a batch: a pytree of arrays, rows first.
       global_batch: Or an example of a whole batch, given on every rank alike.
       loss_fn: `(params, batch) -> loss` or, with `has_aux`, `(loss, aux)`. The loss is a scalar or
         `multimesh.jax.Weighted(sum, weight)`; `aux` a dict of such metrics. `params` is what
-        `init_fn` returned. By default `model.apply`.
-      init_fn: `(key, batch) -> params`; by default `model.init`.
-      rng: The key for `init_fn`; by default `jax.random.key(42)`.
+        `init_fn` returned. By default `model.apply`. For NNX `(model, batch) -> loss`; by default
+        `model(batch)`.
+      init_fn: `(key, batch) -> params`; by default `model.init`. Not for NNX.
+      rng: The key for `init_fn`, or for the function's `nnx.Rngs`; by default
+        `jax.random.key(42)`.
       num_microbatches: How many slices of the batch go through the pipeline one after another.
       reduction: What a scalar loss is over its rows: "mean" or "sum". Needed with several
         microbatches unless the loss is `Weighted`.
@@ -174,22 +179,26 @@ def parallelize_step(
       schedule: "1f1b" or "gpipe".
       donate: Whether a step may overwrite the state it is given.
       rngs: Random numbers of the step, such as dropout's: a dict from kind to base key. `loss_fn`
-        gets `rngs=`, the keys folded with the step's number and then the microbatch's.
+        gets `rngs=`, the keys folded with the step's number and then the microbatch's. Not for
+        NNX, whose modules hold their streams.
       mutable: Names of the collections that the model updates, such as `("batch_stats",)`. They
         are kept in `train_state.collections`, outside the optimizer; each microbatch gets them as
         the one before left them. `loss_fn` gets them within `params`, with `mutable=`, and
-        returns `(loss, updates)`.
+        returns `(loss, updates)`. Not for NNX: all variables but `nnx.Param`s are kept there, by
+        the name of their type, and handed on.
 
     Returns:
-      `(step_fn, train_state, mesh, prepare_batch)`; with `global_batch` the first three.
+      `(step_fn, train_state, mesh, prepare_batch)`; with `global_batch` the first three. That of
+      an NNX model has `train_state.model()`: the module with the numbers of the state.
 
     Raises:
       StartupError: A launcher started several ranks, but `init` was not called.
       UsageError: An argument, the registry, the model or the batch does not fit.
       RankMismatchError: The ranks were given different things.
     """
-    _check_arguments(model, optimizer, loss_fn, init_fn, reduction)
-    keys, collections = random_keys(rngs), collection_names(mutable)
+    _check_arguments(optimizer, loss_fn, init_fn, reduction)
+    keys = random_keys(rngs)
+    wrapped = make_model(model, init_fn, tuple(keys), collection_names(mutable))
     context = make_context(mesh)
     spec = batch_spec(local_batch, global_batch, num_microbatches)
     options: dict[str, Any] = {
@@ -200,14 +209,14 @@ def parallelize_step(
         "schedule": schedule,
         "donate": donate,
         "kind of batch": "local_batch" if global_batch is None else "global_batch",
-        "mutable": collections,
         "keys of rngs": {name: (data.tolist(), str(impl)) for name, (data, impl) in keys.items()},
     }
     names = context.axis_names(batch_axis)
-    init = Initialization(model, optimizer, init_fn, rng, tuple(keys), collections, spec, names)
+    init = Initialization(wrapped, optimizer, rng, spec, names)
+    options |= wrapped.describe()
     options["initial key"] = (init.data.tolist(), str(init.impl))
     compare_requests(context, spec, options)
-    objective = Objective(loss_fn or model.apply, has_aux, reduction, keys, collections)
+    objective = Objective(wrapped, loss_fn or wrapped.default, has_aux, reduction, keys)
 
     def build(shape: BatchSpec) -> Step:
         source = StepSource(
@@ -234,9 +243,7 @@ def parallelize_step(
     return GlobalStep(StepFunction(steps, has_aux), state, step_mesh)
 
 
-def _check_arguments(model, optimizer, loss_fn, init_fn, reduction) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a Flax linen module instance. Got {model!r}.")
+def _check_arguments(optimizer, loss_fn, init_fn, reduction) -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UsageError(f"optimizer must be an optax gradient transformation. Got {optimizer!r}.")
     for name, function in (("loss_fn", loss_fn), ("init_fn", init_fn)):
