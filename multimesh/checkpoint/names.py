@@ -28,7 +28,7 @@ def leaves_of(tree: Any) -> Leaves:
       Name to dtype and shape. A name is the same whether a node is an object, a dict or a tuple.
     """
     return {
-        ".".join(map(_step, path)): _describe(leaf)
+        jax.tree_util.keystr(path, simple=True, separator="."): _describe(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
@@ -50,13 +50,6 @@ def differences(wanted: Leaves, stored: Leaves) -> str:
         "The checkpoint differs in": changed,
     }
     return " ".join(f"{title} {_list(names)}." for title, names in parts.items() if names)
-
-
-def _step(key: Any) -> str:
-    for attribute in ("name", "key", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def _describe(leaf: Any) -> str:
