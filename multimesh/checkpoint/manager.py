@@ -38,6 +38,7 @@ class Manager:
         )
         handlers = {
             "state": ocp.PyTreeCheckpointHandler(
+                use_compression=False,
                 multiprocessing_options=processes,
                 type_handler_registry=ocp.type_handlers.create_type_handler_registry(
                     (jax.Array, ShardHandler())
