@@ -58,15 +58,19 @@ class Checkpoints:
         options = {"folder": str(self._folder), "keep": str(keep), "mode": str(asynchronous)}
         compare(self._group, options, "Give every rank the same arguments.")
         _check_folder(self._group, self._folder)
-        self._manager = Manager(self._folder, keep, asynchronous)
+        self._manager = Manager(self._folder, keep, self._group)
+        self._asynchronous = asynchronous
 
     def latest(self) -> int | None:
         """Returns the step of the newest checkpoint, or None if there is none. Collective.
 
         Waits for a save that is being written.
+
+        Raises:
+          SaveError: That could not be written.
         """
         self.wait()
-        return self._group.broadcast(self._manager.latest())
+        return _on_first_rank(self._group, lambda: max(self._manager.steps(), default=None))
 
     def save(self, step: int, state: Any, extra: Any = None) -> None:
         """Saves a state. Collective.
@@ -81,6 +85,7 @@ class Checkpoints:
           UsageError: There is a checkpoint of that step or of a later one, a leaf cannot be saved,
             or `extra` is not JSON.
           RankMismatchError: The ranks gave different things.
+          SaveError: This or the save before could not be written.
         """
         self.wait()
         text = _as_json(extra)
@@ -88,6 +93,8 @@ class Checkpoints:
         compare(self._group, given, "Give every rank the same arguments.")
         _on_first_rank(self._group, lambda: self._check_step(step))
         self._manager.save(step, state, {"extra": json.loads(text)})
+        if not self._asynchronous:
+            self.wait()
 
     def restore(self, state: Any, step: int | None = None) -> tuple[Any, Any]:
         """Reads a checkpoint. Collective.
@@ -107,14 +114,15 @@ class Checkpoints:
         self.wait()
         wanted = _check_leaves(state)
         step = _on_first_rank(self._group, lambda: self._check_stored(wanted, step))
-        restored, extra = self._manager.restore(step, state)
-        return restored, extra["extra"]
+        extra = _on_first_rank(self._group, lambda: self._manager.extra(step))
+        return self._manager.restore(step, state), extra["extra"]
 
     def wait(self) -> None:
-        """Waits until the last save is written on all ranks. Collective.
+        """Waits until the last save is written by all ranks. Collective.
 
         Raises:
-          OSError: It could not be written; other errors of Orbax are passed on too.
+          SaveError: On every rank: one could not write its part. The earlier checkpoints are as
+            they were, and saving can go on.
         """
         self._manager.wait()
 
@@ -122,15 +130,19 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        # After a StallError, another rank will never finish its part of a save.
-        if not isinstance(error, StallError):
-            self._manager.close()
+        if error is None:
+            self.wait()
+        elif isinstance(error, StallError):
+            return  # another rank will never write its part
+        else:
+            self._manager.finish()  # the other ranks may not come to where all wait
+        self._manager.close()
 
     def _check_step(self, step: Any) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step must be an integer from 0 on. Got {step!r}.")
-        latest = self._manager.latest()
-        if latest is not None and step <= latest:
+        latest = max(self._manager.steps(), default=-1)
+        if step <= latest:
             raise UsageError(
                 f"step must be larger than {latest}, the newest checkpoint in {self._folder}. "
                 f"Got {step}. To start again from an earlier step, save to another folder or "

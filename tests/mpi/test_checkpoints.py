@@ -1,6 +1,8 @@
 """What is saved under one layout comes back under another, complete and bit for bit."""
 
+import errno
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases, oracle, ranks, sequential
 
-from multimesh.checkpoint.handler import ShardHandler
-from multimesh.errors import RankMismatchError, UsageError
+from multimesh.checkpoint import handler, parts
+from multimesh.errors import RankMismatchError, SaveError, UsageError
 from multimesh.jax import Task, clear_tasks, fetch, register_task
 from multimesh.jax.checkpoint import Checkpoints
 from multimesh.jax.flax import parallelize_step
@@ -219,7 +221,7 @@ def test_another_model_is_refused_before_anything_is_read(folder, monkeypatch):
         async def read(*arguments):
             pytest.fail("something was read")
 
-        monkeypatch.setattr(ShardHandler, "deserialize", read)
+        monkeypatch.setattr(handler.ShardHandler, "deserialize", read)
         with pytest.raises(UsageError) as caught:
             checkpoints.restore(other)
     messages = ranks.everywhere(str(caught.value))
@@ -245,6 +247,30 @@ def test_the_last_ones_are_kept(folder):
             restored, extra = checkpoints.restore(like, step)
             assert extra == [step or 5]
             assert fetch(restored["step"]) == step or 5
+
+
+def test_saving_goes_on_after_a_disk_was_full(folder, monkeypatch):
+    state = make_state()
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            if jax.process_index() == jax.process_count() - 1:
+                for module in (handler, parts):
+                    patch.setattr(module, "write", fail)
+            checkpoints.save(2, state)
+            with pytest.raises(SaveError, match="No space left") as caught:
+                checkpoints.wait()
+        assert len(set(ranks.everywhere(str(caught.value)))) == 1
+        assert checkpoints.latest() == 1
+        checkpoints.save(2, state)
+        assert checkpoints.latest() == 2
+        assert_identical(numbers(checkpoints.restore(state)[0]), numbers(state))
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+async def fail(state, folder):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_what_cannot_be_saved_or_restored(folder):
