@@ -1,12 +1,13 @@
 """`python -m benchmarks.checkpoints`: a state saved and restored, beside the same bytes by numpy.
 
 Prints a table and writes JSON. Every round measures each way once, in processes of its own; the
-table shows medians over rounds. The files stay in the page cache: what is measured is the work of
-the processor, with numpy as the yardstick.
+table shows medians over rounds. A checkpoint is on the disk when a save ends, so numpy is measured
+with and without `fsync`. All is read from the page cache.
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -17,17 +18,21 @@ from benchmarks.__main__ import MMRUN, ROOT, combine, run
 
 WORKER = [sys.executable, "-m", "benchmarks.checkpoints"]
 LEAVES = 32
+COLUMNS = {"save": 10, "copy": 16, "restore": 10}  # what was measured -> its width in the table
 # Name -> (command in front of the worker, way)
 WAYS = {
     "Checkpoints, mmrun -n 2": ([*MMRUN, "-n", "2"], "multimesh"),
     "Checkpoints, one process": ([], "multimesh"),
-    "numpy.save, numpy.load": ([], "numpy"),
+    "numpy, fsync": ([], "numpy-fsync"),
+    "numpy": ([], "numpy"),
 }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", choices=["multimesh", "numpy"], help="for the worker")
+    parser.add_argument(
+        "--way", choices=["multimesh", "numpy-fsync", "numpy"], help="for the worker"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
@@ -64,9 +69,6 @@ def table(megabytes, rows):
     return "\n".join(lines)
 
 
-COLUMNS = {"save": 10, "copy": 16, "restore": 10}
-
-
 def work(options):
     """Measures one way and prints a line of JSON, on one rank."""
     measure = measure_multimesh if options.way == "multimesh" else measure_numpy
@@ -89,7 +91,11 @@ def measure_numpy(options):
     values = leaf_values(options.megabytes)
     start = time.perf_counter()
     for name, value in values.items():
-        np.save(options.folder / f"{name}.npy", value)
+        with open(options.folder / f"{name}.npy", "wb") as file:
+            np.save(file, value)
+            if options.way == "numpy-fsync":
+                file.flush()
+                os.fsync(file.fileno())
     saved = time.perf_counter()
     for name in values:
         np.load(options.folder / f"{name}.npy")

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
 from multimesh.checkpoint.handler import ShardHandler
 from multimesh.checkpoint.names import Leaves, leaves_of
@@ -159,7 +158,7 @@ class Manager:
             state,
         )
         return self._handler.restore(
-            epath.Path(self._folder / str(step) / "state"),
+            self._folder / str(step) / "state",
             args=ocp.args.PyTreeRestore(state, restore_args=wanted),
         )
 

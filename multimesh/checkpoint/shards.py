@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
-from etils import epath
 
 from multimesh.transport import Layout
 from multimesh.transport.keys import data_layout, is_key
@@ -69,7 +68,7 @@ async def write(state: Mapping[str, OwnShards], folder: Path) -> None:
         spec = ocp.type_handlers.get_json_tspec_write(
             ocp.type_handlers.ParamInfo(
                 name=name,
-                parent_dir=epath.Path(folder),
+                parent_dir=folder,
                 use_compression=False,  # of little use to floats, and slow
                 use_zarr3=False,
             ),

@@ -6,7 +6,7 @@ A module of its own: Orbax takes a while to import.
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,6 +90,7 @@ class Checkpoints:
         self.wait()
         text = _as_json(extra)
         given = {"step": repr(step), "extra": text, **_check_leaves(state), **_places_of(state)}
+        _check_numbers(state)
         compare(self._group, given, "Give every rank the same arguments.")
         _on_first_rank(self._group, lambda: self._check_step(step))
         self._manager.save(step, state, {"extra": json.loads(text)})
@@ -101,7 +102,8 @@ class Checkpoints:
 
         Args:
           state: A state with the same tree, shapes and dtypes, such as `parallelize_step` returns.
-            It says where each leaf is to lie; its numbers are not used, and it is not changed.
+            It says where each leaf is to lie. Its numbers are not used: it may be one that a step
+            has overwritten.
           step: Which checkpoint; None for the newest.
 
         Returns:
@@ -210,26 +212,41 @@ def _check_folder(group: Group, folder: Path) -> None:
 
 
 def _check_leaves(state: Any) -> Leaves:
-    """Checks that a state's leaves can be saved, and describes them."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name = f"The state leaf {jax.tree_util.keystr(path)}"
+    """Checks that a state's leaves are arrays, and describes them."""
+    for name, leaf in _named_leaves(state):
         if not isinstance(leaf, jax.Array):
-            raise UsageError(f"{name} must be a jax.Array. Got {type(leaf).__name__}.")
-        if leaf.is_deleted():
-            raise UsageError(f"{name} was donated to a step. Save the state that it returned.")
-        if leaf.size == 0:
-            raise UsageError(f"{name} has no entries, which Orbax cannot save: {leaf.shape}.")
+            raise UsageError(
+                f"The state leaf {name} must be a jax.Array. Got {type(leaf).__name__}."
+            )
     return leaves_of(state)
+
+
+def _check_numbers(state: Any) -> None:
+    """Checks that there is something to save of each leaf."""
+    for name, leaf in _named_leaves(state):
+        if leaf.is_deleted():
+            raise UsageError(
+                f"The state leaf {name} was donated to a step. Save the state that it returned."
+            )
+        if leaf.size == 0:
+            raise UsageError(
+                f"The state leaf {name} must have entries: Orbax does not save the empty. "
+                f"Got the shape {leaf.shape}."
+            )
+
+
+def _named_leaves(state: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        yield jax.tree_util.keystr(path), leaf
 
 
 def _places_of(state: Any) -> Mapping[str, str]:
     """Where each leaf lies. An array that each rank has for itself lies elsewhere on each."""
-    return {
-        f"devices of the state leaf {jax.tree_util.keystr(path)}": (
-            f"{len(leaf.sharding.device_set)} from {min(d.id for d in leaf.sharding.device_set)}"
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
+    places = {}
+    for name, leaf in _named_leaves(state):
+        ids = [device.id for device in leaf.sharding.device_set]
+        places[f"devices of the state leaf {name}"] = f"{len(ids)}, the first of them {min(ids)}"
+    return places
 
 
 def _as_json(extra: Any) -> str:
