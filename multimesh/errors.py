@@ -3,6 +3,7 @@
     MultimeshError
     ├── StartupError          the ranks could not be brought up
     ├── RankMismatchError     the ranks were given different programs or data
+    ├── SaveError             a checkpoint could not be written
     ├── StallError            a wait for another rank took longer than the timeout
     └── UsageError            an argument, model or batch cannot be used as given
         ├── RegistryError     the registered tasks contradict each other, the model or the devices
@@ -10,8 +11,8 @@
         ├── PlacementError    the traced step cannot be cut into tasks
         └── ScheduleError     tasks or a schedule that cannot be run to the end
 
-`UsageError` is also a `ValueError` and `StallError` a `TimeoutError`, so that generic handlers
-catch them. A message says what was got, what was expected, and what to do.
+`UsageError` is also a `ValueError`, `SaveError` an `OSError` and `StallError` a `TimeoutError`, so
+that generic handlers catch them. A message says what was got, what was expected, and what to do.
 """
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "PlacementError",
     "RankMismatchError",
     "RegistryError",
+    "SaveError",
     "ScheduleError",
     "StallError",
     "StartupError",
@@ -37,6 +39,10 @@ class StartupError(MultimeshError, RuntimeError):
 
 class RankMismatchError(MultimeshError, RuntimeError):
     """The ranks were given different programs or data; the same error is raised on every rank."""
+
+
+class SaveError(MultimeshError, OSError):
+    """A checkpoint could not be written; the same error is raised on every rank."""
 
 
 class StallError(MultimeshError, TimeoutError):

@@ -12,6 +12,7 @@ PUBLIC = {
         "PlacementError",
         "RankMismatchError",
         "RegistryError",
+        "SaveError",
         "ScheduleError",
         "StallError",
         "StartupError",
@@ -26,6 +27,7 @@ PUBLIC = {
         "prefetch",
         "register_task",
     ],
+    "multimesh.jax.checkpoint": ["Checkpoints"],
     "multimesh.jax.flax": ["GlobalStep", "LocalStep", "parallelize_eval", "parallelize_step"],
     "jax_plugins.multimesh": ["init", "initialize"],
 }
@@ -38,7 +40,7 @@ def test_public_names(module):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
-@pytest.mark.parametrize("module", ["multimesh.jax", "multimesh.jax.flax", "multimesh.errors"])
+@pytest.mark.parametrize("module", [name for name in PUBLIC if name.startswith("multimesh.")])
 def test_public_names_have_docstrings(module):
     module = importlib.import_module(module)
     assert [name for name in module.__all__ if not getattr(module, name).__doc__] == []
