@@ -12,6 +12,7 @@ How a step flows through the package, in the order in which the parts import one
     executor                       runs them
     fingerprint                    compares the plans of all ranks
     batch, state, results          what enters and leaves a step
+    checkpoint                     the state on disk
     source                         what a step computes: traced, cut and planned
     step, steps                    a compiled, callable step; one for each shape of batch
     jax                            the public API: multimesh.jax, multimesh.jax.flax

@@ -60,11 +60,19 @@ def _one_device():
         yield
 
 
-def train(case, batches, key=None) -> Training:
-    """Trains a case in plain JAX, one step for each batch."""
+def train(case, batches, key=None, restore=None) -> Training:
+    """Trains a case in plain JAX, one step for each batch.
+
+    Args:
+      case: What to train.
+      batches: A batch for each step.
+      key: For the parameters.
+      restore: From the initial state to the one to start from, if that is another.
+    """
     key = jax.random.key(42) if key is None else key
     with _one_device():
         state = jax.jit(functools.partial(_initial_state, case))(key, batches[0])
+        state = state if restore is None else restore(state)
         return _train(jax.jit(functools.partial(_plain_step, case)), state, batches, fetch=_host)
 
 

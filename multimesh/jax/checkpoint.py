@@ -1,0 +1,229 @@
+"""Saves and restores the training state, from any layout of stages and ranks into any other.
+
+A module of its own: Orbax takes a while to import.
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from multimesh.checkpoint import Leaves, Manager, differences, leaves_of
+from multimesh.errors import StallError, UsageError
+from multimesh.fingerprint import compare
+from multimesh.launch import require_init
+from multimesh.transport import Group, connect
+
+__all__ = ["Checkpoints"]
+
+_Result = TypeVar("_Result")
+
+
+class Checkpoints:
+    """The checkpoints of a folder.
+
+    Each is an ordinary Orbax checkpoint, `FOLDER/STEP/state`, in which every leaf is written once.
+    It can be restored on another number of ranks, stages and devices, and by Orbax alone. It
+    appears under its name when all of it is written: a job that dies meanwhile leaves the earlier
+    ones as they were, and the next that opens the folder removes what is unfinished.
+
+    Every rank makes the same calls. Use it in a `with` statement, which waits at its end for a save
+    that is still being written.
+    """
+
+    def __init__(self, folder: str | os.PathLike, *, keep: int = 3, asynchronous: bool = True):
+        """Opens a folder, and makes it if there is none. Collective.
+
+        Args:
+          folder: Where to save; the same on every rank, on a disk that all see. No other job may
+            write there at the same time.
+          keep: How many checkpoints to keep: the newest ones.
+          asynchronous: Whether `save` returns when the state is copied to host memory, and writes
+            in the background.
+
+        Raises:
+          UsageError: The folder cannot be written to or is not shared by all ranks, or `keep` is
+            no positive integer.
+          RankMismatchError: The ranks gave different arguments.
+        """
+        require_init()
+        self._group, _ = connect()
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise UsageError(f"keep must be a positive integer. Got {keep!r}.")
+        self._folder = Path(folder).absolute()
+        options = {"folder": str(self._folder), "keep": str(keep), "mode": str(asynchronous)}
+        compare(self._group, options, "Give every rank the same arguments.")
+        _check_folder(self._group, self._folder)
+        self._manager = Manager(self._folder, keep, asynchronous)
+
+    def latest(self) -> int | None:
+        """Returns the step of the newest checkpoint, or None if there is none. Collective.
+
+        Waits for a save that is being written.
+        """
+        self.wait()
+        return self._group.broadcast(self._manager.latest())
+
+    def save(self, step: int, state: Any, extra: Any = None) -> None:
+        """Saves a state. Collective.
+
+        Args:
+          step: Its number, larger than those that are there.
+          state: A pytree of arrays, such as the state of `parallelize_step`. A later step may
+            overwrite it.
+          extra: A small value that JSON can hold, such as where in the data the next step starts.
+
+        Raises:
+          UsageError: There is a checkpoint of that step or of a later one, a leaf cannot be saved,
+            or `extra` is not JSON.
+          RankMismatchError: The ranks gave different things.
+        """
+        self.wait()
+        text = _as_json(extra)
+        given = {"step": repr(step), "extra": text, **_check_leaves(state), **_places_of(state)}
+        compare(self._group, given, "Give every rank the same arguments.")
+        _on_first_rank(self._group, lambda: self._check_step(step))
+        self._manager.save(step, state, {"extra": json.loads(text)})
+
+    def restore(self, state: Any, step: int | None = None) -> tuple[Any, Any]:
+        """Reads a checkpoint. Collective.
+
+        Args:
+          state: A state with the same tree, shapes and dtypes, such as `parallelize_step` returns.
+            It says where each leaf is to lie; its numbers are not used, and it is not changed.
+          step: Which checkpoint; None for the newest.
+
+        Returns:
+          The restored state, and the `extra` that it was saved with.
+
+        Raises:
+          UsageError: There is no such checkpoint, or its leaves are not those of `state`; the
+            message names those that differ. Nothing has been read then.
+        """
+        self.wait()
+        wanted = _check_leaves(state)
+        step = _on_first_rank(self._group, lambda: self._check_stored(wanted, step))
+        restored, extra = self._manager.restore(step, state)
+        return restored, extra["extra"]
+
+    def wait(self) -> None:
+        """Waits until the last save is written on all ranks. Collective.
+
+        Raises:
+          OSError: It could not be written; other errors of Orbax are passed on too.
+        """
+        self._manager.wait()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        # After a StallError, another rank will never finish its part of a save.
+        if not isinstance(error, StallError):
+            self._manager.close()
+
+    def _check_step(self, step: Any) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"step must be an integer from 0 on. Got {step!r}.")
+        latest = self._manager.latest()
+        if latest is not None and step <= latest:
+            raise UsageError(
+                f"step must be larger than {latest}, the newest checkpoint in {self._folder}. "
+                f"Got {step}. To start again from an earlier step, save to another folder or "
+                "remove the later checkpoints first."
+            )
+
+    def _check_stored(self, wanted: Leaves, step: int | None) -> int:
+        """Checks that a checkpoint fits; returns its step."""
+        steps = self._manager.steps()
+        if not steps:
+            raise UsageError(f"There is no checkpoint in {self._folder}.")
+        chosen = steps[-1] if step is None else step
+        if chosen not in steps:
+            raise UsageError(
+                f"step must be one of the checkpoints in {self._folder}: {steps}. Got {step!r}."
+            )
+        place = self._folder / str(chosen)
+        stored = self._manager.leaves(chosen)
+        if stored is None:
+            raise UsageError(f"{place} must have been written by Checkpoints.save, but was not.")
+        problem = differences(wanted, stored)
+        if problem:
+            raise UsageError(
+                f"The checkpoint {place} is one of another model or optimizer. {problem} Build "
+                "the step with the model and the optimizer that were saved."
+            )
+        return chosen
+
+
+def _on_first_rank(group: Group, function: Callable[[], _Result]) -> _Result:
+    """Calls a function on rank 0: what it returns, or its UsageError, is the same on every rank."""
+    result, problem = None, None
+    if group.rank == 0:
+        try:
+            result = function()
+        except UsageError as error:
+            problem = error
+    result, problem = group.broadcast((result, problem))
+    if problem is not None:
+        raise problem
+    return result
+
+
+def _check_folder(group: Group, folder: Path) -> None:
+    """Checks that rank 0 can write to a folder and all ranks see what it writes."""
+    probe = f".{uuid.uuid4().hex}.probe"
+
+    def write():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / probe).touch()
+        except OSError as error:
+            raise UsageError(f"The folder {folder} cannot be written to: {error}") from error
+        return folder / probe
+
+    written = _on_first_rank(group, write)
+    blind = [rank for rank, seen in enumerate(group.allgather(written.exists())) if not seen]
+    if group.rank == 0:
+        written.unlink()
+    if blind:
+        raise UsageError(
+            f"Every rank must see {folder}, but what rank 0 writes there is not visible on ranks "
+            f"{blind}. Use a folder on a disk that all hosts share."
+        )
+
+
+def _check_leaves(state: Any) -> Leaves:
+    """Checks that a state's leaves can be saved, and describes them."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = f"The state leaf {jax.tree_util.keystr(path)}"
+        if not isinstance(leaf, jax.Array):
+            raise UsageError(f"{name} must be a jax.Array. Got {type(leaf).__name__}.")
+        if leaf.is_deleted():
+            raise UsageError(f"{name} was donated to a step. Save the state that it returned.")
+        if leaf.size == 0:
+            raise UsageError(f"{name} has no entries, which Orbax cannot save: {leaf.shape}.")
+    return leaves_of(state)
+
+
+def _places_of(state: Any) -> Mapping[str, str]:
+    """Where each leaf lies. An array that each rank has for itself lies elsewhere on each."""
+    return {
+        f"devices of the state leaf {jax.tree_util.keystr(path)}": (
+            f"{len(leaf.sharding.device_set)} from {min(d.id for d in leaf.sharding.device_set)}"
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def _as_json(extra: Any) -> str:
+    try:
+        return json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"extra must be a value that JSON can hold: numbers, strings, lists, dicts. {error}"
+        ) from error
