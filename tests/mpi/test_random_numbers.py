@@ -47,6 +47,8 @@ def check(model, layout, rows, microbatches, **options):
     expected = sequential.train(
         model, OPTIMIZER, params, collections, options.get("rngs", {}), step_fn.plan.sizes, batches
     )
+    # Every rank may print how far the training is.
+    assert int(state.step) == STEPS
     got = losses, fetch(state.params), fetch(getattr(state, "collections", {}))
     for ours, theirs in zip(got, expected, strict=True):
         jax.tree.map(
