@@ -4,8 +4,10 @@ registry    what the user registered: patterns over module scopes, submeshes, lo
 trace       the whole step as one jaxpr, with logical axes
 scopes      what an equation's name stack says
 flatten     one flat list of labelled equations before, in and after the microbatch loop
+rematerialize  each stage recomputes its own part of a remat that spans several
 hoist       what does not change with the microbatch leaves the loop
 placement   the submesh of each equation
+widening    the smaller value crosses
 accumulate  one accumulator for each submesh that feeds a gradient
 partition   placed equations become tasks
 shardings   how each value lies on the devices of a submesh

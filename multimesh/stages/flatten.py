@@ -40,11 +40,13 @@ class Node:
       eqn: The equation; its variables are unique in the step.
       scope: Where it comes from.
       label: The task of that scope, if any.
+      recomputed: Whether it belongs to the backward pass of a remat that spans several tasks.
     """
 
     eqn: core.JaxprEqn
     scope: Scope
     label: Label | None
+    recomputed: bool = False
 
     @property
     def inputs(self) -> list[core.Var]:
@@ -147,8 +149,7 @@ def flatten(closed: core.ClosedJaxpr, labeler: Labeler) -> FlatStep:
     step = FlatStep(arguments)
     opener.step = step
     outputs = opener.inline(closed.jaxpr, closed.consts, arguments, Scope(), step.after)
-    step.outputs = [opener.variable(atom, step.after) for atom in outputs]
-    _unroll_single(step)
+    step.outputs = opener.distinct(_unroll_single(step, outputs))
     _split_outer(step)
     return step
 
@@ -200,7 +201,7 @@ class _Opener:
         if name == "cond" and (outer or len(self.body_labels(eqn, here)) > 1):
             return self.both_branches(eqn, args, here, out)
         if name in ("checkpoint", "remat", "remat2") and len(self.body_labels(eqn, here)) > 1:
-            return self.inline(eqn.params["jaxpr"], (), args, here, out)
+            return self.rematerialization(eqn, args, here, out)
         if name == "sharding_constraint" and args[0] in self.step.arguments:
             return [self.constrain_argument(eqn, args[0], here, out)]
         return self.emit(eqn, args, here, out)
@@ -243,6 +244,14 @@ class _Opener:
             return argument
         return self.emit(eqn, [argument], scope, out)[0]
 
+    def rematerialization(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
+        """Opens a remat that spans several tasks; see `rematerialize`."""
+        start = len(out)
+        results = self.inline(eqn.params["jaxpr"], (), args, scope, out)
+        if eqn.params["differentiated"]:
+            out[start:] = [replace(node, recomputed=True) for node in out[start:]]
+        return results
+
     def both_branches(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
         """Evaluates every branch of a `cond` and selects: they may lie on several submeshes."""
         index, *operands = args
@@ -261,8 +270,21 @@ class _Opener:
         closed = jax.make_jaxpr(function)(*avals)
         return self.inline(closed.jaxpr, closed.consts, atoms, scope, out)[0]
 
+    def distinct(self, results: Sequence[Atom]) -> list[core.Var]:
+        """Gives each result of the step a variable of its own.
+
+        Two state leaves in one array (parameters, and their average at the start) could not both
+        be donated to the next step.
+        """
+        found: dict[core.Var, None] = {}
+        for atom in results:
+            if is_literal(atom) or atom in found:
+                atom = self.traced(jnp.copy, [atom], Scope(), self.step.after)
+            found[atom] = None
+        return list(found)
+
     def variable(self, atom: Atom, out: list[Node]) -> core.Var:
-        """Gives a literal result a variable, so that results are variables throughout."""
+        """Gives a literal a variable."""
         if not is_literal(atom):
             return atom
         return self.traced(jnp.copy, [atom], Scope(), out)
@@ -294,16 +316,16 @@ class _Opener:
         return finals
 
 
-def _unroll_single(step: FlatStep) -> None:
+def _unroll_single(step: FlatStep, outputs: list[Atom]) -> list[Atom]:
     """With one microbatch nothing is carried: the loop reads what the carry starts with."""
     if step.microbatches != 1:
-        return
+        return outputs
     known = {carry.inner: carry.initial for carry in step.carries}
     step.loop = [substitute(node, known) for node in step.loop]
     finals = {carry.final: known.get(carry.update, carry.update) for carry in step.carries}
     step.after = [substitute(node, finals) for node in step.after]
-    step.outputs = [replace_atom(atom, finals) for atom in step.outputs]
     step.carries = []
+    return [replace_atom(atom, finals) for atom in outputs]
 
 
 def substitute(node: Node, known: dict[core.Var, Atom]) -> Node:
