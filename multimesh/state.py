@@ -70,7 +70,7 @@ class State:
             used = [
                 (submesh, slots[Instance(argument, 0), submesh])
                 for submesh in self.mine
-                if (Instance(argument, 0), submesh) in slots
+                if home in (None, submesh) and (Instance(argument, 0), submesh) in slots
             ]
             if home is None and used:
                 self._replicated.append((index, used))

@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from multimesh.stages.flatten import FlatStep, Node, is_literal, substitute
@@ -32,19 +33,29 @@ def split_rematerialization(step: FlatStep) -> FlatStep:
     """
     if not any(node.recomputed for node in step.loop):
         return step
-    original: dict[Hashable, Node] = {}
+    original: dict[Hashable, tuple[core.Var, ...]] = {}
     twins: dict[core.Var, core.Var] = {}  # recomputed value -> the same value of the forward pass
     makers: dict[core.Var, Node] = {}
     loop = []
     for node in step.loop:
-        if node.recomputed and (twin := original.get(_key(node, twins))):
-            twins.update(zip(node.outputs, twin.outputs, strict=True))
+        if not node.recomputed:
+            original.setdefault(_key(node, twins), tuple(node.outputs))
+        elif found := _unrounded(node, twins) or original.get(_key(node, twins)):
+            twins.update(zip(node.outputs, found, strict=True))
             makers.update(dict.fromkeys(node.outputs, node))
-        elif not node.recomputed:
-            original.setdefault(_key(node, twins), node)
         foreign = {var: twins[var] for var in node.inputs if _crosses(node, makers.get(var))}
         loop.append(substitute(node, foreign))
     return replace(step, loop=loop)
+
+
+def _unrounded(node: Node, twins: dict[core.Var, core.Var]) -> tuple[core.Var, ...]:
+    """What a rounding to its own precision leaves as it is: JAX marks saved values with one."""
+    if node.eqn.primitive.name != "reduce_precision" or not twins.keys() & set(node.inputs):
+        return ()
+    (value,), params = node.inputs, node.eqn.params
+    info = jnp.finfo(value.aval.dtype)
+    same = (params["exponent_bits"], params["mantissa_bits"]) == (info.nexp, info.nmant)
+    return (twins[value],) if same else ()
 
 
 def _crosses(reader: Node, maker: Node | None) -> bool:

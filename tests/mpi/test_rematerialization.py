@@ -7,7 +7,7 @@ import optax
 import pytest
 from support import cases, plans
 from support.agreement import trains_like_plain_jax
-from support.tricky import CutScan, Lifted, Remat, RematPair
+from support.tricky import Branches, CutScan, Lifted, Remat, RematPair
 
 from multimesh.errors import PlacementError
 
@@ -46,6 +46,10 @@ def test_blocks_of_two_stages_rematerialized_together(policy):
 @pytest.mark.mpi(ranks=(1, 2, 4))
 def test_loops_conditions_and_custom_derivatives():
     trains_like_plain_jax(_case(Lifted(), [1, 1, 1]), steps=2)
+
+
+def test_a_condition_over_blocks_of_two_stages():
+    trains_like_plain_jax(_case(Branches(), [1, 1]), steps=2)
 
 
 def test_a_scan_over_blocks_of_two_stages():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-__all__ = ["CutScan", "Lifted", "Remat", "RematPair", "Tricks"]
+__all__ = ["Branches", "CutScan", "Lifted", "Remat", "RematPair", "Tricks"]
 
 _kernel_init = nn.initializers.xavier_uniform()
 WIDTH = 16
@@ -145,6 +145,21 @@ class Lifted(nn.Module):
         )
         x = nn.jit(ensemble)(name="layer_1")(x).mean(axis=0)
         return Tricks(name="layer_2")(x)
+
+
+class Branches(nn.Module):
+    """Takes the block of stage 0 or that of stage 1, as a parameter says."""
+
+    @nn.compact
+    def __call__(self, batch):
+        blocks = [Block(name=f"layer_{i}") for i in range(2)]
+        sign = self.param("sign", nn.initializers.ones, ())
+        x = batch["inputs"]
+        if self.is_initializing():
+            return sum(block(x) for block in blocks)
+        return nn.cond(
+            sign > 0, lambda self, x: blocks[0](x), lambda self, x: blocks[1](x), self, x
+        )
 
 
 class CutScan(nn.Module):
