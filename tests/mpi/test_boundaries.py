@@ -9,9 +9,7 @@ from support import cases, plans
 from support.agreement import trains_like_plain_jax
 from support.boundaries import Masked, Mixed, Passing, Skipping
 
-pytestmark = pytest.mark.mpi(ranks=(1, 2))
-
-ROWS = 4  # of a microbatch
+pytestmark = pytest.mark.mpi(ranks=1)
 
 
 def _case(model, stages):
@@ -23,6 +21,7 @@ def _crossing(built):
     return {route: Counter(values) for route, values in plans.loop_crossings(built.step_fn).items()}
 
 
+@pytest.mark.mpi(ranks=(1, 2))
 def test_a_value_of_every_kind():
     built, _ = trains_like_plain_jax(_case(Mixed(), 2))
     crossing = _crossing(built)
@@ -36,7 +35,7 @@ def test_a_value_of_every_kind():
     )
 
 
-@pytest.mark.mpi(ranks=(1, 2, 4))
+@pytest.mark.mpi(ranks=4)
 def test_skip_connections_and_batch_leaves_of_two_stages():
     built, _ = trains_like_plain_jax(_case(Skipping(), 3))
     # The mask and the complex numbers are made of what crosses anyway; integers have no gradient.
@@ -61,6 +60,7 @@ def test_a_stage_without_parameters(empty):
     assert ("B1", 0) in _crossing(built) or empty == 0
 
 
+@pytest.mark.mpi(ranks=2)
 def test_nothing_goes_back_where_the_gradient_stops():
     built, _ = trains_like_plain_jax(_case(Passing(stopped=True), 3))
     assert plans.loop_tasks(built.step_fn) == ["B1", "F0", "F1", "FB2"]

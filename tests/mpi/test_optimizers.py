@@ -9,7 +9,7 @@ from support.agreement import trains_like_plain_jax
 
 from multimesh.errors import PlacementError
 
-pytestmark = pytest.mark.mpi(ranks=2)
+pytestmark = pytest.mark.mpi(ranks=1)
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 2e-2, 2, 10)
 # Adam divides by the gradient's size; eps keeps rounding in tiny gradients from mattering.
@@ -49,7 +49,7 @@ def _each_layer_its_own():
     return optax.multi_transform(optimizers, label)
 
 
-@pytest.mark.mpi(ranks=(1, 2, 4))
+@pytest.mark.mpi(ranks=2)
 def test_each_layer_its_own_optimizer():
     _, training = _check(_each_layer_its_own(), [2, 2])
     # State lives with its parameter, also where a mask hides the others.
@@ -63,6 +63,7 @@ def test_each_layer_its_own_optimizer():
     assert sum(ranks.everywhere(held)) == whole
 
 
+@pytest.mark.mpi(ranks=4)
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_a_frozen_stage(frozen):
     optimizer = optax.chain(
@@ -81,7 +82,7 @@ def test_a_frozen_stage(frozen):
     assert len(kernels) == 2 * 2 + 3 + 3
 
 
-@pytest.mark.mpi(ranks=(1, 2, 4))
+@pytest.mark.mpi(ranks=2)
 def test_gradients_accumulated_over_steps_are_those_of_both_batches():
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(SCHEDULE, **EPS))
     optimizer = optax.MultiSteps(inner, 2).gradient_transformation()
@@ -104,9 +105,8 @@ def test_steps_that_are_not_finite_are_skipped():
         optax.contrib.prodigy(1.0, **EPS),
         optax.contrib.mechanize(optax.sgd(0.1)),
         optax.chain(optax.zero_nans(), optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
-        optax.chain(optax.sm3(0.1), optax.add_noise(0.01, 0.5, jax.random.key(0))),
     ],
-    ids=["schedule_free", "prodigy", "mechanize", "clipped by unit", "noise"],
+    ids=["schedule_free", "prodigy", "mechanize", "clipped by unit"],
 )
 def test_other_optimizers(optimizer):
     _check(optimizer)

@@ -51,7 +51,6 @@ def _case(model, optimizer=None):
     )
 
 
-@pytest.mark.mpi(ranks=(1, 2))
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision_crosses_bit_for_bit(dtype):
     def forward(params, batch):
@@ -174,7 +173,7 @@ def _dynamic_scaling(inner):
     return optax.GradientTransformation(inner.init, update)
 
 
-@pytest.mark.mpi(ranks=(1, 2))
+@pytest.mark.mpi(ranks=1)
 def test_dynamic_loss_scaling():
     optimizer = _dynamic_scaling(optax.adam(1e-2, eps=1e-3))
     case = replace(_case(WithScale(), optimizer), loss=_dynamically_scaled_loss)

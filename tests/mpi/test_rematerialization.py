@@ -11,7 +11,7 @@ from support.tricky import Branches, CutScan, Lifted, Remat, RematPair
 
 from multimesh.errors import PlacementError
 
-pytestmark = pytest.mark.mpi(ranks=(1, 2))
+pytestmark = pytest.mark.mpi(ranks=1)
 
 POLICIES = {
     "nothing": None,
@@ -32,6 +32,7 @@ def test_rematerialized_blocks_with_integers_and_keys(policy):
         assert plans.loop_tasks(built.step_fn) == ["B0", "F0", "FB1"]
 
 
+@pytest.mark.mpi(ranks=2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_blocks_of_two_stages_rematerialized_together(policy):
     built, _ = trains_like_plain_jax(_case(RematPair(POLICIES[policy]), [1, 1]))
@@ -43,7 +44,7 @@ def test_blocks_of_two_stages_rematerialized_together(policy):
     }
 
 
-@pytest.mark.mpi(ranks=(1, 2, 4))
+@pytest.mark.mpi(ranks=(1, 2))
 def test_loops_conditions_and_custom_derivatives():
     trains_like_plain_jax(_case(Lifted(), [1, 1, 1]), steps=2)
 
