@@ -17,7 +17,15 @@ PUBLIC = {
         "StartupError",
         "UsageError",
     ],
-    "multimesh.jax": ["Task", "TaskMesh", "Weighted", "clear_tasks", "fetch", "register_task"],
+    "multimesh.jax": [
+        "Task",
+        "TaskMesh",
+        "Weighted",
+        "clear_tasks",
+        "fetch",
+        "prefetch",
+        "register_task",
+    ],
     "multimesh.jax.flax": ["GlobalStep", "LocalStep", "parallelize_eval", "parallelize_step"],
     "jax_plugins.multimesh": ["init", "initialize"],
 }

@@ -11,11 +11,14 @@ from multimesh.jax.flax import parallelize_eval
 
 pytestmark = pytest.mark.mpi(ranks=(1, 2, 4))
 
-ROWS = [10, 10, 7, 3, 16, 10]  # of each step; the step is built for the first
+ROWS = [10, 7, 3, 10]  # of each step; the step is built for the first
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
-@pytest.mark.parametrize("layout", [cases.apart(2), cases.wide(2)], ids=["apart", "wide"])
+@pytest.mark.parametrize(
+    ("reduction", "layout"),
+    [("mean", cases.wide(2)), ("sum", cases.apart(2)), ("weighted", cases.apart(2))],
+    ids=["mean", "sum", "weighted"],
+)
 def test_any_number_of_rows(layout, reduction):
     case = cases.mlp([1, 1], reduction)
     batches = [case.make_batch(rows, seed) for seed, rows in enumerate(ROWS)]
@@ -34,7 +37,7 @@ def test_microbatches_are_as_equal_as_can_be():
 
 
 def test_another_sequence_length():
-    case = cases.CASES["transformer"]
+    case = cases.CASES["encoder_decoder_2"]
     batches = [case.make_batch(8, seed) for seed in range(3)]
     batches[1] = jax.tree.map(lambda leaf: leaf[:, : leaf.shape[1] // 2], batches[1])
     expected = ranks.computed_once(oracle.train, case, batches)

@@ -63,7 +63,6 @@ def test_each_layer_its_own_optimizer():
     assert sum(ranks.everywhere(held)) == whole
 
 
-@pytest.mark.mpi(ranks=4)
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_a_frozen_stage(frozen):
     optimizer = optax.chain(
@@ -82,7 +81,7 @@ def test_a_frozen_stage(frozen):
     assert len(kernels) == 2 * 2 + 3 + 3
 
 
-@pytest.mark.mpi(ranks=2)
+@pytest.mark.mpi(ranks=4)
 def test_gradients_accumulated_over_steps_are_those_of_both_batches():
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(SCHEDULE, **EPS))
     optimizer = optax.MultiSteps(inner, 2).gradient_transformation()

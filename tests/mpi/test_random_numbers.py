@@ -15,7 +15,8 @@ from multimesh.jax.flax import parallelize_eval, parallelize_step
 pytestmark = pytest.mark.mpi(ranks=(1, 2, 4))
 
 KEYS = {"dropout": jax.random.key(7)}
-OPTIMIZER = optax.adam(1e-2)
+# Adam divides by the gradient's size; eps keeps rounding in tiny gradients from mattering.
+OPTIMIZER = optax.adam(1e-2, eps=1e-3)
 STEPS = 3
 
 
@@ -54,23 +55,27 @@ def check(model, layout, rows, microbatches, **options):
     return state, mesh
 
 
-LAYOUTS = [cases.apart(2), cases.wide(2), cases.wide(4)]
-IDS = ["apart", "wide", "four stages"]
+LAYOUTS = {"apart": cases.apart(2), "wide": cases.wide(2), "four stages": cases.wide(4)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
-@pytest.mark.parametrize(("rows", "microbatches"), [(8, 1), (8, 4), (10, 4)])
+@pytest.mark.parametrize(
+    ("layout", "rows", "microbatches"),
+    [("apart", 8, 1), ("apart", 10, 4), ("wide", 8, 4), ("four stages", 8, 2)],
+)
 def test_dropout(layout, rows, microbatches):
+    layout = LAYOUTS[layout]
     model = sequential.Layers(len(layout.devices), dropout=True)
     check(model, layout, rows, microbatches, rngs=KEYS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=IDS[:2])
-@pytest.mark.parametrize(("rows", "microbatches"), [(8, 1), (8, 4), (10, 4)])
+@pytest.mark.parametrize(
+    ("layout", "rows", "microbatches"),
+    [("apart", 10, 4), ("wide", 8, 1), ("wide", 8, 4)],
+)
 def test_batch_norm(layout, rows, microbatches):
     model = sequential.Layers(2, dropout=True, norm=True)
     options = {"rngs": KEYS, "mutable": ["batch_stats"]}
-    state, mesh = check(model, layout, rows, microbatches, **options)
+    state, mesh = check(model, LAYOUTS[layout], rows, microbatches, **options)
     variables = {**fetch(state.params), **fetch(state.collections)}
     batch = sequential.make_batch(rows, 9)
     evaluate = parallelize_eval(

@@ -44,7 +44,7 @@ def test_blocks_of_two_stages_rematerialized_together(policy):
     }
 
 
-@pytest.mark.mpi(ranks=(1, 2))
+@pytest.mark.mpi(ranks=2)
 def test_loops_conditions_and_custom_derivatives():
     trains_like_plain_jax(_case(Lifted(), [1, 1, 1]), steps=2)
 

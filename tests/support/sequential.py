@@ -22,7 +22,8 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x, training):
-        x = nn.Dense(FEATURES)(x)
+        # A norm takes the bias away again: its gradient would be rounding, which Adam blows up.
+        x = nn.Dense(FEATURES, use_bias=not self.norm)(x)
         if self.norm:
             x = nn.BatchNorm(use_running_average=not training)(x)
         if self.dropout:

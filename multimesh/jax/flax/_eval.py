@@ -55,7 +55,8 @@ class EvalFunction:
 
         Args:
           state: A state of the training step.
-          batch: A host batch in the tree of the example. A new shape is planned and compiled once.
+          batch: A host batch in the tree of the example, or what `prepare` returned. A new shape is
+            planned and compiled once.
 
         Returns:
           The outputs: arrays of rows in the order of the input, as NumPy arrays; what was
@@ -74,6 +75,10 @@ class EvalFunction:
         values = {index: value[()] for index, value in summed.items()}
         values |= {index: _in_order(parts, step.shares.count) for index, parts in rows.items()}
         return jax.tree.unflatten(self._trees["tree"], [values[i] for i in sorted(values)])
+
+    def prepare(self, batch: Any) -> Any:
+        """Copies a host batch to the devices that read it, for `prefetch`."""
+        return self._steps.of(batch).prepare(batch)
 
 
 def _in_order(microbatches: list[np.ndarray], shares: int) -> np.ndarray:

@@ -83,6 +83,10 @@ class StepFunction:
         (loss, aux), state = self._steps.of(batch)(state, batch)
         return ((loss, aux) if self._has_aux else loss), state
 
+    def prepare(self, batch: Any) -> Any:
+        """Copies a host batch to the devices that read it; `PrepareBatch` says more."""
+        return self._steps.of(batch).prepare(batch)
+
     def measure(self, state: TrainState, batch: Any) -> tuple[dict[str, float], TrainState]:
         """Runs one step task by task, and takes the time of each. Collective.
 
