@@ -95,7 +95,8 @@ def without_mesh(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
     The body of a loop enters the mesh that its equations remember, which has other sizes than the
     task's; and a literal that is an array remembers it too. A new equation remembers the present
-    context; call this outside of any mesh.
+    context; call this outside of any mesh. A literal may also be a Python number with the dtype of
+    its aval, which NumPy would widen.
     """
     present = internal_core.new_jaxpr_eqn([], [], eqn.primitive, {}, eqn.effects)
     invars = [

@@ -6,8 +6,10 @@ scopes      what an equation's name stack says
 forwarding  which results of a function are its arguments
 flatten     one flat list of labelled equations before, in and after the microbatch loop
 counters    what only counts microbatches is computed from their number
+rematerialize  each stage recomputes its own part of a remat that spans several
 hoist       what does not change with the microbatch leaves the loop
 placement   the submesh of each equation
+widening    the smaller value crosses
 accumulate  one accumulator for each submesh that feeds a gradient
 partition   placed equations become tasks
 shardings   how each value lies on the devices of a submesh

@@ -1,4 +1,4 @@
-"""Runs the passes over a traced step, in order: flatten, count, hoist, place, split, cut."""
+"""Runs the passes over a traced step, in the order that the package names them."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,10 @@ from multimesh.stages.hoist import hoist
 from multimesh.stages.partition import Need, TaskSpec, partition
 from multimesh.stages.placement import Placement, place_loop, place_outside, reading_stages
 from multimesh.stages.registry import Entry, Label, Registry, Task, TaskMesh
+from multimesh.stages.rematerialize import split_rematerialization
 from multimesh.stages.scopes import LOOP_SCOPE, Scope
 from multimesh.stages.shardings import Shardings, Submesh
+from multimesh.stages.widening import widen_after_crossing
 
 __all__ = ["CutStep", "Signature", "cut"]
 
@@ -96,7 +98,8 @@ def cut(
     """
     labels = _Labels(registry, mesh)
     step = flatten(closed, labels)
-    step = hoist(count_by_number(step, step.arguments[signature.number]))
+    step = count_by_number(step, step.arguments[signature.number])
+    step = hoist(split_rematerialization(step))
     if check_patterns:
         labels.check_patterns()
     fixed = {step.arguments[index]: known for index, known in signature.shardings.items()}
@@ -114,6 +117,7 @@ def cut(
         return index_of[label.task.mesh]
 
     placement = place_loop(step, submesh_of, default=0)
+    widen_after_crossing(step, placement, "loop")
     step = split_accumulators(step, placement)
     known.update(_companion_homes(step, placement, signature, known))
     replaced = {
@@ -121,6 +125,7 @@ def cut(
         for argument, result in signature.replaced.items()
     }
     places = place_outside(step, placement, submesh_of, known, replaced, default=0)
+    widen_after_crossing(step, placement, "before")
     needs = _needs(step, placement, places, replaced, len(submeshes))
     shardings = Shardings(
         step,

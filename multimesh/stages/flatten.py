@@ -50,11 +50,13 @@ class Node:
       eqn: The equation; its variables are unique in the step.
       scope: Where it comes from.
       label: The task of that scope, if any.
+      recomputed: Whether it belongs to the backward pass of a remat that spans several tasks.
     """
 
     eqn: core.JaxprEqn
     scope: Scope
     label: Label | None
+    recomputed: bool = False
 
     @property
     def inputs(self) -> list[core.Var]:
@@ -161,10 +163,10 @@ def flatten(closed: core.ClosedJaxpr, labeler: Labeler) -> FlatStep:
     arguments = [new_variable(var.aval) for var in closed.jaxpr.invars]
     step = FlatStep(arguments)
     opener.step = step
-    outputs = opener.inline(closed.jaxpr, closed.consts, arguments, Scope(), step.after)
-    step.outputs = [opener.variable(atom, step.after) for atom in outputs]
+    step.outputs = opener.inline(closed.jaxpr, closed.consts, arguments, Scope(), step.after)
     _drop_unchanged(step)
     _unroll_single(step)
+    step.outputs = opener.distinct(step.outputs)
     _split_outer(step)
     return step
 
@@ -216,7 +218,7 @@ class _Opener:
         if name == "cond" and (outer or len(self.body_labels(eqn, here)) > 1):
             return self.both_branches(eqn, args, here, out)
         if name in ("checkpoint", "remat", "remat2") and len(self.body_labels(eqn, here)) > 1:
-            return self.inline(eqn.params["jaxpr"], (), args, here, out)
+            return self.rematerialization(eqn, args, here, out)
         if name == "sharding_constraint" and args[0] in self.step.arguments:
             return [self.constrain_argument(eqn, args[0], here, out)]
         return self.emit(eqn, args, here, out)
@@ -259,6 +261,14 @@ class _Opener:
             return argument
         return self.emit(eqn, [argument], scope, out)[0]
 
+    def rematerialization(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
+        """Opens a remat that spans several tasks; see `rematerialize`."""
+        start = len(out)
+        results = self.inline(eqn.params["jaxpr"], (), args, scope, out)
+        if eqn.params["differentiated"]:
+            out[start:] = [replace(node, recomputed=True) for node in out[start:]]
+        return results
+
     def both_branches(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
         """Evaluates every branch of a `cond` and selects: they may lie on several submeshes."""
         index, *operands = args
@@ -277,8 +287,21 @@ class _Opener:
         closed = jax.make_jaxpr(function)(*avals)
         return self.inline(closed.jaxpr, closed.consts, atoms, scope, out)[0]
 
+    def distinct(self, results: Sequence[Atom]) -> list[core.Var]:
+        """Gives each result of the step a variable of its own.
+
+        Two state leaves in one array (parameters, and their average at the start) could not both
+        be donated to the next step.
+        """
+        found: dict[core.Var, None] = {}
+        for atom in results:
+            if is_literal(atom) or atom in found:
+                atom = self.traced(jnp.copy, [atom], Scope(), self.step.after)
+            found[atom] = None
+        return list(found)
+
     def variable(self, atom: Atom, out: list[Node]) -> core.Var:
-        """Gives a literal result a variable, so that results are variables throughout."""
+        """Gives a literal a variable."""
         if not is_literal(atom):
             return atom
         return self.traced(jnp.copy, [atom], Scope(), out)

@@ -22,12 +22,12 @@ from multimesh.errors import PlacementError
 from multimesh.stages.flatten import FlatStep, Node, is_integer, nbytes
 from multimesh.stages.registry import Label
 
-__all__ = ["SMALL", "Placement", "place_loop", "place_outside"]
+__all__ = ["EXPENSIVE", "SMALL", "Placement", "place_loop", "place_outside"]
 
 SMALL = 4096  # bytes: values up to this size may be computed on several submeshes
 
 # Too dear to repeat in each task that reads the result.
-_EXPENSIVE = {"dot_general", "conv_general_dilated", "gather", "scan", "while", "sort", "cumsum"}
+EXPENSIVE = {"dot_general", "conv_general_dilated", "gather", "scan", "while", "sort", "cumsum"}
 
 
 @dataclass
@@ -69,6 +69,18 @@ def place_loop(step: FlatStep, submesh_of: Callable[[Label], int], default: int)
     Returns:
       The places of the loop's nodes and values.
     """
+    # What reads only the batch has no level of its own: that of its submesh is known afterwards.
+    first = _follow(step, submesh_of, {})[0]
+    placement, undecided = _follow(step, submesh_of, _arrivals(step, first))
+    _place_by_readers(step, undecided, placement, default)
+    for carry in step.carries:
+        place = placement.values.get(carry.update)
+        placement.values[carry.inner] = placement.values[carry.final] = place
+    return placement
+
+
+def _follow(step: FlatStep, submesh_of, arrivals) -> tuple[Placement, list[Node]]:
+    """Places what is labelled, or follows its operands; returns what must be placed otherwise."""
     placement = Placement()
     varying = {entry.inner for entry in step.slices}
     carried = {carry.inner for carry in step.carries}
@@ -84,18 +96,27 @@ def place_loop(step: FlatStep, submesh_of: Callable[[Label], int], default: int)
             carried.update(node.outputs)
         placed = [var for var in changing if placement.values.get(var) is not None]
         submesh = _loop_submesh(node, placed, placement, submesh_of)
-        placement.put(node, submesh, _stage_of(node, submesh, placed, placement))
+        placement.put(node, submesh, _stage_of(node, submesh, placed, placement, arrivals))
         if submesh is None and (
-            node.eqn.primitive.name in _EXPENSIVE
+            node.eqn.primitive.name in EXPENSIVE
             or any(var in carried for var in node.inputs)
             or any(var in leaving for var in node.outputs)
         ):
             undecided.append(node)
-    _place_by_readers(step, undecided, placement, default)
-    for carry in step.carries:
-        place = placement.values.get(carry.update)
-        placement.values[carry.inner] = placement.values[carry.final] = place
-    return placement
+    return placement, undecided
+
+
+def _arrivals(step: FlatStep, placement: Placement) -> dict[int, int]:
+    """The level at which a value of another submesh first reaches each submesh, going forward."""
+    arrivals: dict[int, int] = {}
+    for node in step.loop:
+        here = placement.nodes[node]
+        if here is None or any(var in placement.backward for var in node.outputs):
+            continue
+        if any(placement.values.get(var, here) not in (here, None) for var in node.inputs):
+            stage = placement.stage[node.outputs[0]]
+            arrivals[here] = min(stage, arrivals.get(here, stage))
+    return arrivals
 
 
 def _loop_submesh(node, placed, placement, submesh_of) -> int | None:
@@ -105,10 +126,11 @@ def _loop_submesh(node, placed, placement, submesh_of) -> int | None:
         return None
     backward = any(var in placement.backward for var in node.outputs)
     choose = min if backward else max
-    return placement.values[choose(placed, key=lambda var: placement.stage[var])]
+    latest = choose(placed, key=lambda var: (placement.stage[var], placement.values[var]))
+    return placement.values[latest]
 
 
-def _stage_of(node, submesh, placed, placement) -> int:
+def _stage_of(node, submesh, placed, placement, arrivals) -> int:
     """The forward level of a node: for the backward pass, that of what it differentiates."""
     if node.outputs and node.outputs[0] in placement.backward:
         here = [placement.stage[v] for v in placed if placement.values[v] == submesh]
@@ -123,7 +145,8 @@ def _stage_of(node, submesh, placed, placement) -> int:
             default=0,
         )
     return max(
-        (placement.stage[var] + (placement.values[var] != submesh) for var in placed), default=0
+        (placement.stage[var] + (placement.values[var] != submesh) for var in placed),
+        default=arrivals.get(submesh, 0),
     )
 
 

@@ -5,7 +5,7 @@ Nothing of multimesh runs here; the loss, gradients and optimizer are one `jax.j
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,11 +45,13 @@ class Training:
       outputs: What each step returned.
       update: What the first step added to the parameters: the gradient, under SGD.
       state: The state after the last step: "step", "params" and "opt_state".
+      live: That state where it lies; None for the plain step.
     """
 
     outputs: list
     update: Any
     state: Any
+    live: Any = None
 
 
 @contextlib.contextmanager
@@ -74,7 +76,8 @@ def train(case, batches, key=None, restore=None) -> Training:
     with one_device():
         state = jax.jit(functools.partial(_initial_state, case))(key, batches[0])
         state = state if restore is None else restore(state)
-        return _train(jax.jit(functools.partial(_plain_step, case)), state, batches, fetch=_host)
+        step = jax.jit(functools.partial(_plain_step, case))
+        return replace(_train(step, state, batches, fetch=_host), live=None)
 
 
 def train_pipeline(step_fn, state, batches) -> Training:
@@ -90,7 +93,8 @@ def _train(step, state, batches, fetch):
         outputs.append(_host(output))
         if len(outputs) == 1:
             update = jax.tree.map(np.subtract, fetch(state.params), before)
-    return Training(outputs, update, {name: fetch(getattr(state, name)) for name in STATE_FIELDS})
+    host = {name: fetch(getattr(state, name)) for name in STATE_FIELDS}
+    return Training(outputs, update, host, state)
 
 
 def evaluate(case, params, batch):
@@ -126,7 +130,18 @@ def _quotient(value):
 
 def _host(tree):
     """The tree as numpy arrays without partitioning boxes."""
-    return jax.tree.map(np.asarray, nn.unbox(tree))
+    # Not nn.unbox: it would constrain what is inside, which may have lost the axes of its box.
+    unboxed = jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned),
+    )
+    return jax.tree.map(_numbers, unboxed)
+
+
+def _numbers(leaf):
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def assert_same_training(got: Training, expected: Training):

@@ -8,12 +8,15 @@ import re
 import jax
 
 __all__ = [
+    "accumulators",
     "compilations",
     "devices_of",
+    "loop_crossings",
     "loop_tasks",
     "loop_values",
     "moved_values",
     "programs",
+    "remats",
     "task_names",
     "update_rounds",
 ]
@@ -43,6 +46,16 @@ def loop_values(step_fn):
     return _shapes(bundle for bundle in step_fn.plan.bundles if len(bundle.microbatches) > 1)
 
 
+def loop_crossings(step_fn):
+    """What crosses for each microbatch: {(task, target submesh): ["float32[4,8]", ...]}."""
+    crossings = {}
+    for bundle in step_fn.plan.bundles:
+        if len(bundle.microbatches) > 1:
+            route = step_fn.plan.tasks[bundle.task].name, bundle.target
+            crossings.setdefault(route, []).extend(var.aval.str_short() for var in bundle.vars)
+    return crossings
+
+
 def moved_values(step_fn):
     """Shape of every value that crosses submeshes at all."""
     return _shapes(step_fn.plan.bundles)
@@ -62,9 +75,21 @@ def compilations(step_fn):
     return step_fn.compile_count
 
 
+def accumulators(step_fn):
+    """The dtypes of what the loop adds up."""
+    return {str(carry.inner.aval.dtype) for carry in step_fn.plan.cut.step.carries}
+
+
 def devices_of(array):
     """Positions in `jax.devices()` of a global array's devices."""
     return {jax.devices().index(device) for device in array.sharding.device_set}
+
+
+def remats(step_fn, name):
+    """The number of rematerialized computations in a task."""
+    (task,) = (task for task in step_fn.plan.tasks if task.name == name)
+    names = [node.eqn.primitive.name for node in task.nodes]
+    return names.count("remat2") + names.count("checkpoint")
 
 
 def _label(task):
