@@ -16,7 +16,7 @@ from multimesh.checkpoint.shards import OwnShards, write
 
 __all__ = ["Part", "wait_for_parts"]
 
-_POLL = 1.0  # seconds: Python looks for signals between two calls
+_POLL = 1.0  # seconds of one call to the store; a save may take hours
 
 
 class Part:
@@ -58,18 +58,22 @@ def wait_for_parts(mark: str, ranks: Iterable[int]) -> None:
       OSError: One could not; the message names it.
     """
     for rank in ranks:
-        said = _read(_key(mark, rank))
+        said = _take(_key(mark, rank))
         if said != "done":
             raise OSError(said)
 
 
-def _read(key: str) -> str:
+def _take(key: str) -> str:
+    store = coordination_store()
     while True:
         try:
-            return coordination_store().blocking_key_value_get(key, int(_POLL * 1000))
+            said = store.blocking_key_value_get(key, int(_POLL * 1000))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
+        else:
+            store.key_value_delete(key)
+            return said
 
 
 def _key(mark: str, rank: int) -> str:

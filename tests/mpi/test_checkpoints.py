@@ -59,11 +59,11 @@ def _noise(key):
 
 
 def build(layout):
-    """Two layers with dropout and running statistics; one of them has bfloat16 parameters."""
-    model = sequential.Layers(2, dropout=True, norm=True)
+    """Two layers with running statistics; one of them has bfloat16 parameters."""
+    model = sequential.Layers(2, norm=True)
 
     def init(key, batch):
-        variables = model.init({"params": key, "dropout": key}, batch["x"])
+        variables = model.init(key, batch["x"])
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables["params"]["layer_1"])
         return variables | {"params": variables["params"] | {"layer_1": half}}
 
@@ -78,7 +78,6 @@ def build(layout):
         global_batch=sequential.make_batch(ROWS, 0),
         num_microbatches=2,
         reduction="mean",
-        rngs={"dropout": jax.random.key(7)},
         mutable=["batch_stats"],
     )
 
