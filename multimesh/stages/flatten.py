@@ -26,17 +26,7 @@ from multimesh.errors import PlacementError
 from multimesh.stages.registry import Label
 from multimesh.stages.scopes import LOOP_SCOPE, Scope, parse_scope
 
-__all__ = [
-    "Carry",
-    "FlatStep",
-    "Node",
-    "Slice",
-    "Stacked",
-    "flatten",
-    "is_integer",
-    "is_literal",
-    "nbytes",
-]
+__all__ = ["Carry", "FlatStep", "Node", "Slice", "Stacked", "flatten", "is_literal", "nbytes"]
 
 Atom = Any  # core.Var | core.Literal
 Labeler = Callable[[Scope], Label | None]
@@ -128,11 +118,6 @@ class FlatStep:
 def is_literal(atom: Atom) -> bool:
     """Whether an atom is a literal rather than a variable."""
     return isinstance(atom, core.Literal)
-
-
-def is_integer(atom: Atom) -> bool:
-    """Whether an atom's value is made of integers."""
-    return jnp.issubdtype(atom.aval.dtype, jnp.integer)
 
 
 def nbytes(atom: Atom) -> int:

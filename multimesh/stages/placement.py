@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from jax.extend import core
 
 from multimesh.errors import PlacementError
-from multimesh.stages.flatten import FlatStep, Node, is_integer, nbytes
+from multimesh.stages.flatten import FlatStep, Node, nbytes
 from multimesh.stages.registry import Label
 
 __all__ = ["EXPENSIVE", "SMALL", "Placement", "place_loop", "place_outside"]
@@ -213,9 +213,8 @@ def place_outside(
     """
     homes = dict(homes)
     readers = reading_stages([*step.before, *step.loop], placement)
-    counters = _counters(step, placement, replaced)
     for argument in step.arguments:
-        if argument not in homes and argument not in counters and readers[argument]:
+        if argument not in homes and readers[argument]:
             homes[argument] = min(readers[argument])[1]
     literal = _from_literals(step)
     # A state value lives where its replacement is computed, which may depend on other state.
@@ -241,15 +240,6 @@ def place_outside(
         homes.update(found)
     _refuse_gathers(step, placement)
     return {argument: homes.get(argument) for argument in step.arguments}
-
-
-def _counters(step: FlatStep, placement: Placement, replaced) -> set[core.Var]:
-    """Small integers of the state that only floating equations read, such as a key's step."""
-    small = {arg for arg in replaced if nbytes(arg) <= SMALL and is_integer(arg)}
-    for node in (*step.before, *step.loop):
-        if node.label is not None or placement.nodes.get(node) is not None:
-            small.difference_update(node.inputs)
-    return small
 
 
 def _from_literals(step: FlatStep) -> set[Node]:

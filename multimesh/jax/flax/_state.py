@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.batch import BatchSpec
 from multimesh.jax.flax._model import Model
@@ -15,7 +16,7 @@ from multimesh.stages.trace import shapes, trace
 from multimesh.state import assemble
 from multimesh.step import Step
 
-__all__ = ["Initialization", "MutableTrainState", "companions"]
+__all__ = ["Initialization", "MutableTrainState", "companions", "counter_sharding"]
 
 
 class MutableTrainState(TrainState):
@@ -122,3 +123,20 @@ def companions(state: TrainState) -> dict[int, int]:
         if match is not None:
             found[index] = match
     return found
+
+
+def counter_sharding(state: TrainState, mesh: Mesh) -> dict[int, NamedSharding]:
+    """How the number of the step lies: on all devices, so that every rank may read it.
+
+    The random keys of a stage may be all that needs it, which would make it that stage's.
+
+    Args:
+      state: The state, or its shapes.
+      mesh: All devices of the step.
+
+    Returns:
+      The leaf of the number, and its sharding.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    counter = next(i for i, path in enumerate(paths) if path == (jax.tree_util.GetAttrKey("step"),))
+    return {counter: NamedSharding(mesh, PartitionSpec())}

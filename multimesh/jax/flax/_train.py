@@ -22,7 +22,7 @@ from multimesh.jax.flax._options import (
     make_model,
     random_keys,
 )
-from multimesh.jax.flax._state import Initialization, companions
+from multimesh.jax.flax._state import Initialization, companions, counter_sharding
 from multimesh.source import StepSource
 from multimesh.step import Step, build_step
 from multimesh.steps import Steps
@@ -224,7 +224,7 @@ def parallelize_step(
             # The state has the shapes that the example batch, of all shares, gave it.
             state=lambda rows: init.shapes(spec.rows * (rows // shape.rows)),
             companions=companions(init.shapes(spec.rows)),
-            shardings={},
+            shardings=counter_sharding(init.shapes(spec.rows), context.mesh),
             spec=shape,
             local=global_batch is None,
             microbatches=min(num_microbatches, shape.rows),
