@@ -69,6 +69,7 @@ async def write(state: Mapping[str, OwnShards], folder: Path) -> None:
             ocp.type_handlers.ParamInfo(
                 name=name,
                 parent_dir=folder,
+                ts_context=context,
                 use_compression=False,  # of little use to floats, and slow
                 use_zarr3=False,
             ),

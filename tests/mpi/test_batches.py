@@ -9,7 +9,7 @@ from multimesh.errors import BatchError
 from multimesh.jax import fetch
 from multimesh.jax.flax import parallelize_eval
 
-pytestmark = pytest.mark.mpi(ranks=(1, 2, 4))
+pytestmark = pytest.mark.mpi(ranks=(1, 2))
 
 ROWS = [10, 7, 3, 10]  # of each step; the step is built for the first
 
@@ -48,6 +48,7 @@ def test_another_sequence_length():
     assert step_fn.compile_count == 2 * compiled  # the third batch has the shape of the first
 
 
+@pytest.mark.mpi(ranks=(1, 2, 4))
 def test_evaluation_between_steps_of_other_sizes():
     case = cases.mlp([1, 1])
     step_fn, state, mesh = cases.build(case, cases.wide(2), 16, 4)

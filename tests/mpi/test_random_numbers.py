@@ -12,7 +12,7 @@ from multimesh.errors import UsageError
 from multimesh.jax import Task, clear_tasks, fetch, register_task
 from multimesh.jax.flax import parallelize_eval, parallelize_step
 
-pytestmark = pytest.mark.mpi(ranks=(1, 2, 4))
+pytestmark = pytest.mark.mpi(ranks=(1, 2))
 
 KEYS = {"dropout": jax.random.key(7)}
 # Adam divides by the gradient's size; eps keeps rounding in tiny gradients from mattering.
@@ -60,6 +60,7 @@ def check(model, layout, rows, microbatches, **options):
 LAYOUTS = {"apart": cases.apart(2), "wide": cases.wide(2), "four stages": cases.wide(4)}
 
 
+@pytest.mark.mpi(ranks=(1, 2, 4))
 @pytest.mark.parametrize(
     ("layout", "rows", "microbatches"),
     [("apart", 8, 1), ("apart", 10, 4), ("wide", 8, 4), ("four stages", 8, 2)],
