@@ -158,6 +158,33 @@ def test_the_first_failure_is_the_jobs():
     assert (verdict.failure.exit_code, verdict.failure.traceback) == (4, "Traceback")
 
 
+def joined(size):
+    """A job all of whose ranks have called `init`."""
+    verdict = Verdict(size)
+    for rank in range(size):
+        verdict.hear(message(Kind.HELLO, rank, host="h", is_python=True))
+        verdict.hear(message(Kind.JOINING, rank, timeout=60))
+    return verdict
+
+
+def test_an_abort_may_be_the_echo_of_the_end_of_rank_0():
+    verdict = joined(3)
+    verdict.hear(message(Kind.EXIT, 2, code=134, signal=6))
+    assert verdict.failure is None and 0 < verdict.patience() <= 1
+    verdict.hear(message(Kind.EXIT, 0, code=0, signal=0))
+    assert verdict.failure.rank == 0 and verdict.failure.exit_code == 1
+
+
+def test_an_abort_of_its_own_counts_though_a_little_later():
+    verdict = joined(2)
+    verdict.hear(message(Kind.EXIT, 1, code=134, signal=6))
+    verdict.close(0)
+    assert verdict.failure.rank == 1 and verdict.failure.exit_code == 134
+    verdict = joined(2)
+    verdict.hear(message(Kind.EXIT, 0, code=134, signal=6))
+    assert verdict.failure.rank == 0
+
+
 def test_a_rank_without_a_word_is_a_failure_whatever_mpiexec_says():
     verdict = Verdict(1)
     verdict.close(0)

@@ -18,6 +18,8 @@ __all__ = ["Failure", "Request", "Verdict"]
 
 # The ranks see a stall too, and can say more about it: they come first.
 _RANKS_COME_FIRST = 4.0
+# JAX aborts a rank when rank 0 is gone, and on a busy machine that may be heard of first.
+_RANK_0_COMES_FIRST = 1.0
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,9 @@ class Verdict:
 
     def close(self, mpiexec_code: int):
         """Everything has ended: whatever is not accounted for by now is a failure."""
+        for number, state in self._ranks.items():
+            if state.is_gone and number in self._limits:
+                self._limits.pop(number)[1]()
         unheard = [rank for rank, state in self._ranks.items() if not state.is_gone]
         if unheard:
             code = mpiexec_code if 0 < mpiexec_code < 256 else 1
@@ -237,13 +242,20 @@ class Verdict:
             text = f"{self._state(culprit)} while {place} waited for it"
             self.fail(number, text, code, traceback)
         elif signal:
-            self.fail(
-                number, f"{place} was killed by {_signal_name(signal)}: exit code {code}", code
-            )
+            text = f"{place} was killed by {_signal_name(signal)}: exit code {code}"
+            if self._may_be_echo(number, signal):
+                self._limit(number, _RANK_0_COMES_FIRST, lambda: self.fail(number, text, code))
+            else:
+                self.fail(number, text, code)
         elif code:
             self.fail(number, f"{place} failed with exit code {code}", code, traceback)
         elif rank.is_python and not rank.has_finished:
             self.fail(number, f"{place} left with exit code 0 before its program had ended", 1)
+
+    def _may_be_echo(self, number, number_of_signal) -> bool:
+        """Whether a rank may have been aborted because rank 0, which JAX needs, is gone."""
+        joined = self._ranks[number].has_joined
+        return number_of_signal == signal.SIGABRT and joined and number != 0
 
     def _is_as_asked(self, request, number, code, number_of_signal, traceback) -> bool:
         """Whether a rank ends in a way that is no failure of a job that was asked to end."""
