@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from support import cases, models, oracle, plans, ranks
 
 from multimesh.errors import BatchError, PlacementError, RegistryError, UsageError
-from multimesh.jax import Task, TaskMesh, clear_tasks, register_task
-from multimesh.jax.flax import parallelize_step
+from multimesh.jax import Task, TaskMesh, Weighted, clear_tasks, register_task
+from multimesh.jax.flax import parallelize_eval, parallelize_step
 
 CASE = cases.CASES["mlp"]
 LAYOUT = cases.apart(2)
@@ -253,6 +253,31 @@ def test_both_kinds_of_batch_or_neither(both):
     batch = CASE.make_batch(ROWS, 0) if both else None
     with rejected(UsageError, "local_batch", "global_batch"):
         build(global_batch=batch, local_batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "word"),
+    [
+        ("rng", 3, "jax.random.key"),
+        ("rng", np.zeros(3, np.uint32), "(3,)"),
+        ("batch_axis", None, "name"),
+        ("donate", "maybe", "True or False"),
+        ("init_fn", lambda key, batch: None, "NoneType"),
+        ("loss_fn", lambda params, batch: None, "NoneType"),
+        ("loss_fn", lambda params, batch: Weighted(batch["inputs"].sum(), None), "NoneType"),
+        ("loss_fn", lambda params, batch: 1.0, "does the loss use the model?"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(argument, value, word):
+    cases.register(CASE, LAYOUT)
+    with rejected(ValueError, argument.removesuffix("_fn"), word):
+        build(**{argument: value})
+
+
+def test_an_evaluation_for_a_rank_that_does_not_exist(trained):
+    _, state, _ = trained
+    with rejected(UsageError, "rank from 0 to 0", "5"):
+        parallelize_eval(CASE.model, state, global_batch=CASE.make_batch(ROWS, 0), to=5)
 
 
 # ---------------------------------------------------------------- losses and models

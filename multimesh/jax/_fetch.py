@@ -8,7 +8,7 @@ import numpy as np
 from multimesh.errors import UsageError
 from multimesh.transport import connect
 
-__all__ = ["fetch"]
+__all__ = ["check_target", "fetch"]
 
 
 def fetch(tree: Any, to: int | str = "all") -> Any:
@@ -28,8 +28,7 @@ def fetch(tree: Any, to: int | str = "all") -> Any:
       UsageError: `to` is neither "all" nor a rank.
     """
     group, _ = connect()
-    if to != "all" and (isinstance(to, bool) or to not in range(group.size)):
-        raise UsageError(f'to must be "all" or a rank from 0 to {group.size - 1}. Got {to!r}.')
+    check_target(to, group.size)
     leaves, structure = jax.tree.flatten(tree)
     if group.size == 1:
         return jax.tree.unflatten(structure, [_host(leaf) for leaf in leaves])
@@ -42,6 +41,16 @@ def fetch(tree: Any, to: int | str = "all") -> Any:
         for position, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, whole)
+
+
+def check_target(to: Any, size: int) -> None:
+    """Checks who is to get values.
+
+    Raises:
+      UsageError: `to` is neither "all" nor one of `size` ranks.
+    """
+    if to != "all" and (isinstance(to, bool) or to not in range(size)):
+        raise UsageError(f'to must be "all" or a rank from 0 to {size - 1}. Got {to!r}.')
 
 
 def _host(leaf: Any) -> Any:

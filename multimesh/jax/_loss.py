@@ -82,7 +82,7 @@ def _scalar(value: Any, name: str) -> jax.Array:
         )
     try:
         value = jnp.asarray(value)
-    except TypeError as exc:
+    except (TypeError, ValueError) as exc:
         raise UsageError(f"{expected}Got {type(value).__name__}.") from exc
     if value.shape != ():
         raise UsageError(f"{expected}Got shape {value.shape}: take the mean or the sum over it.")

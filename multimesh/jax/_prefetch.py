@@ -32,11 +32,18 @@ def prefetch(
       and warn where some of this rank are left.
 
     Raises:
-      UsageError: `ahead` is not a positive integer.
+      UsageError: `ahead` is not a positive integer, or another argument of the wrong kind.
       Exception: Whatever `batches` or `prepare` raises.
     """
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
         raise UsageError(f"ahead must be a positive integer. Got {ahead!r}.")
+    if not isinstance(batches, Iterable):
+        raise UsageError(f"batches must be an iterable of host batches. Got {batches!r}.")
+    if not callable(prepare):
+        raise UsageError(
+            "prepare must be a function, such as prepare_batch or step_fn.prepare. "
+            f"Got {prepare!r}."
+        )
     return _placed(iter(batches), prepare, ahead)
 
 

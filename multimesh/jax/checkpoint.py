@@ -54,7 +54,9 @@ class Checkpoints:
         self._group, _ = connect()
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise UsageError(f"keep must be a positive integer. Got {keep!r}.")
-        self._folder = Path(folder).absolute()
+        if not isinstance(asynchronous, bool):
+            raise UsageError(f"asynchronous must be True or False. Got {asynchronous!r}.")
+        self._folder = _as_path(folder)
         options = {"folder": str(self._folder), "keep": str(keep), "mode": str(asynchronous)}
         compare(self._group, options, "Give every rank the same arguments.")
         _check_folder(self._group, self._folder)
@@ -188,6 +190,15 @@ def _on_first_rank(group: Group, function: Callable[[], _Result]) -> _Result:
     return result
 
 
+def _as_path(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike) or "://" in os.fspath(folder):
+        raise UsageError(
+            "folder must be a path on a disk that all ranks see, not the address of a store. "
+            f"Got {folder!r}."
+        )
+    return Path(folder).absolute()
+
+
 def _check_folder(group: Group, folder: Path) -> None:
     """Checks that rank 0 can write to a folder and all ranks see what it writes."""
     probe = f".{uuid.uuid4().hex}.probe"
@@ -213,6 +224,8 @@ def _check_folder(group: Group, folder: Path) -> None:
 
 def _check_leaves(state: Any) -> Leaves:
     """Checks that a state's leaves are arrays, and describes them."""
+    if not jax.tree.leaves(state):
+        raise UsageError(f"The state must hold at least one array. Got {state!r:.60}.")
     for name, leaf in _named_leaves(state):
         if not isinstance(leaf, jax.Array):
             raise UsageError(
@@ -251,8 +264,9 @@ def _places_of(state: Any) -> Mapping[str, str]:
 
 def _as_json(extra: Any) -> str:
     try:
-        return json.dumps(extra)
+        return json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"extra must be a value that JSON can hold: numbers, strings, lists, dicts. {error}"
+            f"extra must be a value that JSON can hold: finite numbers, strings, lists, dicts. "
+            f"{error}"
         ) from error

@@ -169,7 +169,8 @@ class _Labels:
     def check_patterns(self) -> None:
         missing = [e.pattern for e in self.registry.entries if e not in self.matched]
         if missing:
-            scopes = ", ".join(sorted(filter(None, self.scopes))) or "none"
+            scopes = ", ".join(sorted(filter(None, self.scopes)))
+            scopes = scopes or "none; does the loss use the model?"
             raise RegistryError(
                 f"The pattern{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))} of "
                 f"register_task match{'es' * (len(missing) == 1)} no module of the model. The "

@@ -282,6 +282,9 @@ def test_what_cannot_be_saved_or_restored(folder):
             (lambda: checkpoints.save(8, state), "larger than 9"),
             (lambda: checkpoints.save(True, state), "must be an integer"),
             (lambda: checkpoints.save(10, state, {"when": object()}), "JSON can hold"),
+            (lambda: checkpoints.save(10, state, {"loss": float("nan")}), "JSON can hold"),
+            (lambda: checkpoints.save(10, None), "at least one array. Got None"),
+            (lambda: checkpoints.restore(None), "at least one array. Got None"),
             (lambda: checkpoints.save(10, {"a": array, "b": 1.0}), r"\['b'\] must be a jax.Array"),
             (
                 lambda: checkpoints.save(10, {"a": place(np.zeros(0), range(8))}),
@@ -306,8 +309,13 @@ def test_folders_that_are_none(folder):
     for place in (folder / "file", folder / "file" / "below", "/proc/no_such_folder"):
         with pytest.raises(UsageError, match="cannot be written to"):
             Checkpoints(place)
+    for place in ("gs://bucket/checkpoints", None):
+        with pytest.raises(UsageError, match="not the address of a store"):
+            Checkpoints(place)
     with pytest.raises(UsageError, match="positive integer"):
         Checkpoints(folder, keep=0)
+    with pytest.raises(UsageError, match="True or False"):
+        Checkpoints(folder, asynchronous="no")
     with (
         Checkpoints(folder / "new") as checkpoints,
         pytest.raises(UsageError, match="no checkpoint"),

@@ -54,3 +54,7 @@ def test_errors_of_the_loader_reach_the_caller():
         list(prefetch(load(), lambda batch: batch, 2))
     with pytest.raises(UsageError, match="ahead must be a positive integer"):
         prefetch([], lambda batch: batch, 0)
+    with pytest.raises(UsageError, match="batches must be an iterable"):
+        prefetch(None, lambda batch: batch)
+    with pytest.raises(UsageError, match="prepare must be a function"):
+        prefetch([], None)

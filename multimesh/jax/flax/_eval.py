@@ -13,12 +13,13 @@ from jax.sharding import NamedSharding
 
 from multimesh.batch import BatchSpec
 from multimesh.errors import UsageError
-from multimesh.jax._fetch import fetch
+from multimesh.jax._fetch import check_target, fetch
 from multimesh.jax._loop import loop_over_microbatches
 from multimesh.jax._loss import as_parts, finish, is_weighted
 from multimesh.jax.flax._model import Model
 from multimesh.jax.flax._options import (
     batch_spec,
+    check_axis,
     check_reduction,
     compare_requests,
     evaluation,
@@ -138,7 +139,9 @@ def parallelize_eval(
         )
     wrapped, function = evaluation(model, train_state)
     check_reduction(reduction)
+    check_axis(batch_axis)
     context = make_context(mesh)
+    check_target(to, context.group.size)
     spec = batch_spec(local_batch, global_batch, num_microbatches)
     compare_requests(
         context, spec, {"num_microbatches": num_microbatches, "reduction": reduction, "to": to}

@@ -44,6 +44,11 @@ class LinenModel:
 
     def init(self, key: jax.Array, batch: Any) -> tuple[Any, dict[str, Any]]:
         variables = self._init(key, batch)
+        if not isinstance(variables, Mapping):
+            raise UsageError(
+                "init_fn must return a dict of parameters, as model.init does. "
+                f"Got {type(variables).__name__}."
+            )
         if not self.mutable:
             return variables, {}
         missing = [name for name in self.mutable if name not in variables]

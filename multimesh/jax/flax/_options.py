@@ -25,12 +25,14 @@ from multimesh.transport import connect
 
 __all__ = [
     "batch_spec",
+    "check_axis",
     "check_reduction",
     "collection_names",
     "compare_requests",
     "evaluation",
     "make_context",
     "make_model",
+    "key_parts",
     "random_keys",
 ]
 
@@ -92,21 +94,31 @@ def random_keys(rngs: Any) -> dict[str, tuple[np.ndarray, Any]]:
     Raises:
       UsageError: It is something else.
     """
-    expected = 'rngs must be a dict from kind to key, such as {"dropout": jax.random.key(0)}. '
+    expected = "rngs must be a dict from kind to key, such as dict(dropout=jax.random.key(0)). "
     if rngs is None:
         return {}
     if not isinstance(rngs, Mapping) or not all(isinstance(name, str) for name in rngs):
         raise UsageError(f"{expected}Got {rngs!r}.")
-    keys = {}
-    for name, key in rngs.items():
-        if not isinstance(key, jax.Array | np.ndarray):
-            raise UsageError(f"{expected}Got {key!r} for {name!r}.")
-        typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if key.shape != (() if typed else (2,)):
-            raise UsageError(f"{expected}Got an array of shape {key.shape} for {name!r}.")
-        impl = jax.random.key_impl(key) if typed else None
-        keys[name] = np.asarray(jax.random.key_data(key) if typed else key), impl
-    return keys
+    return {name: key_parts(key, f"{expected}Got {{}} for {name!r}.") for name, key in rngs.items()}
+
+
+def key_parts(key: Any, problem: str) -> tuple[np.ndarray, Any]:
+    """Takes a random key apart into data and implementation (None: a raw key).
+
+    Args:
+      key: What the user gave.
+      problem: The error for what is no key; `{}` stands for what was got.
+
+    Raises:
+      UsageError: It is no single key.
+    """
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise UsageError(problem.format(repr(key)))
+    typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.shape != (() if typed else (2,)):
+        raise UsageError(problem.format(f"an array of shape {key.shape}"))
+    impl = jax.random.key_impl(key) if typed else None
+    return np.asarray(jax.random.key_data(key) if typed else key), impl
 
 
 def collection_names(mutable: Any) -> tuple[str, ...]:
@@ -207,6 +219,17 @@ def _takes_two(function: Callable) -> bool:
     except ValueError:  # a function of C has no signature to look at
         return True
     return True
+
+
+def check_axis(batch_axis: Any) -> str:
+    """Checks the logical name of the rows, and returns it.
+
+    Raises:
+      UsageError: It is no string.
+    """
+    if not isinstance(batch_axis, str):
+        raise UsageError(f'batch_axis must be a name, such as "batch". Got {batch_axis!r}.')
+    return batch_axis
 
 
 def check_reduction(reduction: Any) -> None:

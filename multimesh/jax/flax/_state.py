@@ -38,14 +38,11 @@ class Initialization:
         Args:
           model: What makes the variables.
           optimizer: The optax transformation.
-          rng: The key, or None for `jax.random.key(42)`.
+          rng: The data and the implementation of the key.
           spec: The structure of the example batch.
           names: The logical axis names that are known.
         """
-        key = jax.random.key(42) if rng is None else rng
-        self.typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-        self.impl = jax.random.key_impl(key) if self.typed else None
-        self.data = np.asarray(jax.random.key_data(key) if self.typed else key)
+        self.data, self.impl = rng
         self.model = model
         self.optimizer = optimizer
         self.spec = spec
@@ -54,7 +51,7 @@ class Initialization:
 
     def state(self, data: jax.Array, leaves: list) -> TrainState:
         """Makes the state, from the key's data and the batch's leaves."""
-        key = jax.random.wrap_key_data(data, impl=self.impl) if self.typed else data
+        key = data if self.impl is None else jax.random.wrap_key_data(data, impl=self.impl)
         params, collections = self.model.init(key, jax.tree.unflatten(self.spec.tree, leaves))
         state = self.model.state(params, collections, self.optimizer)
         return state.replace(step=jnp.asarray(state.step, jnp.int32))

@@ -15,9 +15,11 @@ from multimesh.jax.flax._mesh import StepMesh
 from multimesh.jax.flax._objective import LossFunction, Objective, train
 from multimesh.jax.flax._options import (
     batch_spec,
+    check_axis,
     check_reduction,
     collection_names,
     compare_requests,
+    key_parts,
     make_context,
     make_model,
     random_keys,
@@ -196,8 +198,12 @@ def parallelize_step(
       UsageError: An argument, the registry, the model or the batch does not fit.
       RankMismatchError: The ranks were given different things.
     """
-    _check_arguments(optimizer, loss_fn, init_fn, reduction)
+    _check_arguments(optimizer, loss_fn, init_fn, reduction, donate)
     keys = random_keys(rngs)
+    first_key = key_parts(
+        jax.random.key(42) if rng is None else rng,
+        "rng must be a key, such as jax.random.key(0), or None. Got {}.",
+    )
     wrapped = make_model(model, init_fn, tuple(keys), collection_names(mutable))
     context = make_context(mesh)
     spec = batch_spec(local_batch, global_batch, num_microbatches)
@@ -211,8 +217,8 @@ def parallelize_step(
         "kind of batch": "local_batch" if global_batch is None else "global_batch",
         "keys of rngs": {name: (data.tolist(), str(impl)) for name, (data, impl) in keys.items()},
     }
-    names = context.axis_names(batch_axis)
-    init = Initialization(wrapped, optimizer, rng, spec, names)
+    names = context.axis_names(check_axis(batch_axis))
+    init = Initialization(wrapped, optimizer, first_key, spec, names)
     options |= wrapped.describe()
     options["initial key"] = (init.data.tolist(), str(init.impl))
     compare_requests(context, spec, options)
@@ -243,10 +249,12 @@ def parallelize_step(
     return GlobalStep(StepFunction(steps, has_aux), state, step_mesh)
 
 
-def _check_arguments(optimizer, loss_fn, init_fn, reduction) -> None:
+def _check_arguments(optimizer, loss_fn, init_fn, reduction, donate) -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UsageError(f"optimizer must be an optax gradient transformation. Got {optimizer!r}.")
     for name, function in (("loss_fn", loss_fn), ("init_fn", init_fn)):
         if function is not None and not callable(function):
             raise UsageError(f"{name} must be a function or None. Got {function!r}.")
+    if not isinstance(donate, bool):
+        raise UsageError(f"donate must be True or False. Got {donate!r}.")
     check_reduction(reduction)
