@@ -199,7 +199,7 @@ class Monitor:
                 _print(text)
         else:
             # Nobody can say whose report is the first: one rank after the other, then.
-            time.sleep(_GIVE_WAY * min(self._rank - 1, 3) / 2)
+            time.sleep(_GIVE_WAY * min(max(0, self._rank - 1), 3) / 2)
             _print(text)
         time.sleep(_PASS_ON)
 

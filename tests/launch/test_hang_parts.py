@@ -9,7 +9,8 @@ import pytest
 from multimesh.launch.activity import Activity, Wait, name_ranks
 from multimesh.launch.frames import main_position, main_stack, stacks
 from multimesh.launch.hang import Answer, find_culprit, find_cycle, is_stuck, report
-from multimesh.launch.movement import Sample, has_moved
+from multimesh.launch.movement import Movement, Sample, has_moved
+from multimesh.launch.stall import Monitor
 
 
 def describe(number):
@@ -146,3 +147,19 @@ def test_the_call_that_the_main_thread_is_in(monkeypatch, call, expected):
     assert "call(Communicator)" in stack
     assert "Thread MainThread:" in all_stacks
     assert main_position().mark != first.mark
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_prints_its_report_where_nobody_takes_it(capsys, rank):
+    class Silent:
+        def post(self, **fields):
+            return None  # as when rank 0 is too busy to answer in time
+
+        def answers(self, number, seconds):
+            raise AssertionError("a question that was not posted has no answers")
+
+    asking = Monitor()
+    asking._notices, asking._movement = Silent(), Movement()
+    asking._rank, asking._hosts, asking._threads = rank, ("h", "h"), [threading.current_thread()]
+    asking.report("Something is late.")
+    assert "multimesh: Something is late." in capsys.readouterr().err
