@@ -5,16 +5,12 @@ that a busy machine slows all of them alike; the table shows medians over rounds
 """
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.rounds import MMRUN, ROOT, in_rounds, run, write
+
 WORKER = [sys.executable, "-m", "benchmarks.worker"]
-MMRUN = [sys.executable, str(ROOT / "scripts" / "mmrun")]
 
 
 def ways():
@@ -43,44 +39,17 @@ def main():
         rows = measure(width, steps, options.rounds)
         print(table(width, rows))
         results[width] = rows
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1))
-    print(f"written to {options.json}")
+    write(results, options.json)
 
 
 def measure(width, steps, rounds):
     """Runs every way once a round; returns the medians by way."""
-    samples = {name: [] for name in ways()}
-    for _ in range(rounds):
-        for name, (prefix, way, cores) in ways().items():
-            command = [*prefix, *WORKER, way, "--width", str(width), "--steps", str(steps)]
-            samples[name].append(run(command, cores))
-    return {name: combine(rows) for name, rows in samples.items()}
 
+    def once(prefix, way, cores):
+        command = [*prefix, *WORKER, way, "--width", str(width), "--steps", str(steps)]
+        return run(command, cores)
 
-def run(command, cores):
-    """Runs a worker on the first cores of this process; returns what it measured."""
-    allowed = set(sorted(os.sched_getaffinity(0))[:cores])
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, allowed),
-    )
-    line = next(line for line in done.stdout.splitlines() if "RESULT " in line)
-    return json.loads(line.split("RESULT ", 1)[1])
-
-
-def combine(rows):
-    """Medians of the numbers of several rounds."""
-    numbers = [key for key, value in rows[0].items() if isinstance(value, int | float)]
-    combined = {key: statistics.median(row[key] for row in rows) for key in numbers}
-    if "ideal" in combined:  # of ratios, not the ratio of medians: rounds differ in load
-        combined["ratio"] = statistics.median(row["seconds"] / row["ideal"] for row in rows)
-        combined["tasks_us"] = rows[-1]["tasks_us"]
-    return combined
+    return in_rounds(rounds, ways(), once)
 
 
 def table(width, rows):

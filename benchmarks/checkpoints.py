@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.__main__ import MMRUN, ROOT, combine, run
+from benchmarks.rounds import MMRUN, ROOT, in_rounds, run, write
 
 WORKER = [sys.executable, "-m", "benchmarks.checkpoints"]
 LEAVES = 32
@@ -43,18 +43,17 @@ def main():
     if options.way:
         work(options)
         return
-    samples = {name: [] for name in WAYS}
-    for _ in range(options.rounds):
-        for name, (prefix, way) in WAYS.items():
-            folder = tempfile.mkdtemp(dir=options.folder)
-            size = ["--megabytes", str(options.megabytes), "--folder", folder]
-            samples[name].append(run([*prefix, *WORKER, "--way", way, *size], cores=2))
-            shutil.rmtree(folder)
-    results = {name: combine(rows) for name, rows in samples.items()}
+
+    def once(prefix, way):
+        folder = tempfile.mkdtemp(dir=options.folder)
+        size = ["--megabytes", str(options.megabytes), "--folder", folder]
+        row = run([*prefix, *WORKER, "--way", way, *size], cores=2)
+        shutil.rmtree(folder)
+        return row
+
+    results = in_rounds(options.rounds, WAYS, once)
     print(table(options.megabytes, results))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1))
-    print(f"written to {options.json}")
+    write(results, options.json)
 
 
 def table(megabytes, rows):

@@ -12,7 +12,7 @@ import resource
 import sys
 from pathlib import Path
 
-from benchmarks.__main__ import MMRUN, ROOT, combine, run
+from benchmarks.rounds import MMRUN, ROOT, in_rounds, run, write
 from benchmarks.worker import timed
 
 WORKER = [sys.executable, "-m", "benchmarks.gpt"]
@@ -34,16 +34,13 @@ def main():
     if options.way:
         work(options)
         return
-    samples = {name: [] for name in WAYS}
-    for _ in range(options.rounds):
-        for name, (prefix, way) in WAYS.items():
-            command = [*prefix, *WORKER, "--way", way, "--steps", str(options.steps)]
-            samples[name].append(run(command, cores=2))
-    results = {name: combine(rows) for name, rows in samples.items()}
+
+    def once(prefix, way):
+        return run([*prefix, *WORKER, "--way", way, "--steps", str(options.steps)], cores=2)
+
+    results = in_rounds(options.rounds, WAYS, once)
     print(table(results))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1))
-    print(f"written to {options.json}")
+    write(results, options.json)
 
 
 def table(rows):
