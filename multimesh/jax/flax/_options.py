@@ -30,9 +30,9 @@ __all__ = [
     "collection_names",
     "compare_requests",
     "evaluation",
+    "key_parts",
     "make_context",
     "make_model",
-    "key_parts",
     "random_keys",
 ]
 

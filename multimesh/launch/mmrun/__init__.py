@@ -5,8 +5,8 @@
         -> library      which MPI mpi4py will load, and its mpiexec
         -> choice       what starts the ranks, from the hosts (hosts) and the SLURM job (slurm)
            -> backends/ the command line and environment of mpiexec or srun
-        -> start        makes what a job needs, and starts it
-        -> watch        follows the ranks, decides the exit code
+        -> start        makes what a job needs: its console, and a socket for the ranks
+        -> watch        starts it, follows the ranks, decides the exit code
            -> verdict   what the ranks' messages make of the job
            -> console   shows every rank's output, whole lines, with its rank in front
               -> rows   what of it is final, and what a progress bar may still change (chatter)

@@ -1,4 +1,4 @@
-"""Starts the job that was chosen, and follows it to its exit code."""
+"""Runs the job that was chosen: makes its console and its socket, and has `watch` follow it."""
 
 import contextlib
 import os

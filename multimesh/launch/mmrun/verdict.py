@@ -161,6 +161,7 @@ class Verdict:
     def close(self, mpiexec_code: int):
         """Everything has ended: whatever is not accounted for by now is a failure."""
         for number, state in self._ranks.items():
+            # Its end was held back for that of rank 0, of which nothing more will be heard.
             if state.is_gone and number in self._limits:
                 self._limits.pop(number)[1]()
         unheard = [rank for rank, state in self._ranks.items() if not state.is_gone]
