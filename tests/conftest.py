@@ -3,6 +3,7 @@
 import os
 
 import jax
+from support.jobs import COMPILE_QUICKLY
 from support.labs import hosts, slurm  # noqa: F401  (fixtures)
 
 from multimesh import init
@@ -14,7 +15,7 @@ def _start():
     The flag is read when the backend starts; programs that tests start do not inherit it.
     """
     before = os.environ.get("XLA_FLAGS")
-    os.environ["XLA_FLAGS"] = f"{before or ''} --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{before or ''} {COMPILE_QUICKLY['XLA_FLAGS']}"
     init(cpus=8)
     jax.devices()
     if before is None:

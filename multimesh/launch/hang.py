@@ -3,10 +3,10 @@
 Pure: `stall` asks the ranks, and acts on what this module says.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Answer", "Answers", "find_culprit", "find_cycle", "is_stuck", "report"]
+__all__ = ["Answer", "Answers", "find_culprit", "find_cycle", "is_stuck", "may_be_late", "report"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,19 @@ def is_stuck(before: Answers, now: Answers, size: int, timeout: float) -> bool:
     if newly_silent or any(answer.still < timeout for answer in now.values()):
         return False
     return len(now) < size or any(answer.is_waiting for answer in now.values())
+
+
+def may_be_late(answered: Collection[int], hosts: Sequence[str]) -> bool:
+    """Whether several ranks that do not answer may just be late, as on a busy machine.
+
+    A host all of whose ranks are silent is rather cut off.
+
+    Args:
+      answered: The ranks that answered.
+      hosts: The host of each rank.
+    """
+    silent = [host for rank, host in enumerate(hosts) if rank not in answered]
+    return len(silent) > 1 and any(hosts[rank] in silent for rank in answered)
 
 
 def find_cycle(answers: Answers) -> list[int]:
@@ -113,8 +126,8 @@ def report(title: str, answers: Answers, hosts: Sequence[str]) -> str:
             lines.append(f"  rank {rank} on {host}: cannot be asked without rank 0")
         else:
             lines.append(
-                f"  rank {rank} on {host}: does not answer: it is stopped, or its interpreter is "
-                "blocked"
+                f"  rank {rank} on {host}: does not answer: it is stopped, its interpreter is "
+                "blocked, or its host is cut off"
             )
     cycle = find_cycle(answers)
     if cycle:

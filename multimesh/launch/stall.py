@@ -23,14 +23,14 @@ from multimesh.errors import StallError
 from multimesh.launch import failure, wire
 from multimesh.launch.activity import activity
 from multimesh.launch.frames import OWN_THREADS, main_stack, stacks
-from multimesh.launch.hang import Answer, Answers, find_culprit, is_stuck, report
+from multimesh.launch.hang import Answer, Answers, find_culprit, is_stuck, may_be_late, report
 from multimesh.launch.movement import Movement
 from multimesh.launch.notices import Notices
 
 __all__ = ["Monitor", "monitor"]
 
 _SILENT_AFTER = 2.0  # seconds: a rank that has not answered by then does not run
-_SECOND_CHANCE = 1.5  # seconds more where several do not: rather their cores are too busy
+_SECOND_CHANCE = 1.5  # seconds more for several that may just be late
 _PRINT_WITHIN = 1.5  # seconds for rank 0 to print a report
 _PASS_ON = 0.2  # seconds for what was printed to reach the screen before the job ends
 _GIVE_WAY = 1.0  # seconds for the rank whose report is shown to end the job
@@ -186,7 +186,7 @@ class Monitor:
         number = self._notices.post(kind="ask")
         if number is not None:
             found = self._notices.answers(number, _SILENT_AFTER)
-            if len(self._hosts) - len(found) > 1:
+            if may_be_late(found.keys() | answers.keys(), self._hosts):
                 found = self._notices.answers(number, _SECOND_CHANCE)
             answers |= {rank: Answer(**fields) for rank, fields in found.items()}
         return answers

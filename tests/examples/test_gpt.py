@@ -10,8 +10,6 @@ from support import jobs
 
 EXAMPLE = jobs.REPOSITORY / "examples" / "gpt.py"
 SMALL = ["--steps=4", "--every=2", "--width=32", "--length=16", "--rows=16"]
-# Compiling takes most of the time.
-FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 @pytest.fixture
@@ -23,7 +21,7 @@ def run(tmp_path):
         ended = subprocess.run(
             [sys.executable, *(launcher if ranks > 1 else []), str(EXAMPLE), *SMALL, *options],
             cwd=tmp_path,
-            env=jobs.clean_environment() | FAST,
+            env=jobs.clean_environment() | jobs.COMPILE_QUICKLY,
             capture_output=True,
             text=True,
             timeout=300,

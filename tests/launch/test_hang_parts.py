@@ -8,7 +8,7 @@ import pytest
 
 from multimesh.launch.activity import Activity, Wait, name_ranks
 from multimesh.launch.frames import main_position, main_stack, stacks
-from multimesh.launch.hang import Answer, find_culprit, find_cycle, is_stuck, report
+from multimesh.launch.hang import Answer, find_culprit, find_cycle, is_stuck, may_be_late, report
 from multimesh.launch.movement import Movement, Sample, has_moved
 from multimesh.launch.stall import Monitor
 
@@ -76,7 +76,8 @@ def test_a_report_has_a_line_for_every_rank():
         "multimesh: It hangs. What every rank does:\n"
         "  rank 0 on n1: does r0\n"
         "  rank 1 on n1: does r1\n"
-        "  rank 2 on n2: does not answer: it is stopped, or its interpreter is blocked\n"
+        "  rank 2 on n2: does not answer: it is stopped, its interpreter is blocked, or its "
+        "host is cut off\n"
         "  a cycle: rank 0 waits for rank 1, rank 1 waits for rank 0\n"
     )
 
@@ -106,6 +107,21 @@ def test_when_a_job_is_stuck(before, now, expected):
 
 def sample(mark=0, processor=0.0, at=0.0, is_polling=False):
     return Sample(mark, "", is_polling, processor, at)
+
+
+@pytest.mark.parametrize(
+    ("answered", "hosts", "expected"),
+    [
+        ([0], "aa", False),  # only one is silent: it is the culprit
+        ([0], "aaa", True),
+        ([0, 1], "aabb", False),
+        ([0, 1, 2], "aabb", False),
+        ([0], "aabb", True),
+        ([0, 1, 2, 3], "aabb", False),
+    ],
+)
+def test_which_silent_ranks_may_just_be_late(answered, hosts, expected):
+    assert may_be_late(answered, hosts) is expected
 
 
 def test_a_rank_moves_when_its_code_moves_or_it_computes():

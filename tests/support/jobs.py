@@ -11,7 +11,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # Variables by which a launcher tells a process its rank; an outer job's must not leak in.
 LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 # For programs that compile far more than they compute.
-COMPILE_QUICKLY = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+COMPILE_QUICKLY = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+}
 
 
 def clean_environment():

@@ -17,7 +17,7 @@ from support.faults.timing import (
     promised_seconds,
     stall_timeout,
 )
-from support.jobs import clean_environment
+from support.jobs import COMPILE_QUICKLY, clean_environment
 from support.processes import with_variable
 
 __all__ = ["Ended", "run_cell"]
@@ -100,13 +100,12 @@ def _command(cell, struck):
 
 
 def _environment(cell, tag):
-    return clean_environment() | {
+    return clean_environment() | COMPILE_QUICKLY | {
         _TAG: tag,
         "MULTIMESH_STALL_TIMEOUT": str(stall_timeout(cell)),
         "MULTIMESH_START_TIMEOUT": str(START_TIMEOUT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_TRACEBACK_FILTERING": "off",  # it adds a line after the exception
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
         # What mmrun would set for Open MPI in a container; without effect elsewhere.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
