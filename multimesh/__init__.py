@@ -11,6 +11,7 @@ How a step flows through the package, in the order in which the parts import one
     lowering                       a rank's instructions: run, post, send, take
     executor                       runs them
     fingerprint                    compares the plans of all ranks
+    trees                          how pytrees differ, for errors
     batch, state, results          what enters and leaves a step
     checkpoint                     the state on disk
     source                         what a step computes: traced, cut and planned

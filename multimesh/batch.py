@@ -20,6 +20,7 @@ from multimesh.plan import Plan
 from multimesh.stages.cut import CutStep
 from multimesh.stages.shardings import Submesh, resolve_spec
 from multimesh.transport import Group
+from multimesh.trees import difference
 
 __all__ = ["BatchSpec", "Placer", "PlacedBatch", "Shares", "find_shares"]
 
@@ -85,7 +86,8 @@ class BatchSpec:
         leaves, tree = jax.tree.flatten(batch)
         if tree != self.tree:
             raise BatchError(
-                f"The batch must have the tree of the example batch, {self.tree}. Got {tree}."
+                "The batch must have the leaves of the example batch. "
+                f"{difference(self.tree, batch)}"
             )
         shapes = []
         for leaf, name, shape, dtype in zip(
@@ -125,8 +127,18 @@ class BatchSpec:
 
 def _dtype(leaf: Any) -> Any:
     """An array's dtype as JAX canonicalises it; a torch tensor's own dtype has no meaning to it."""
-    dtype = leaf.dtype if isinstance(leaf, np.ndarray | jax.Array) else np.asarray(leaf).dtype
+    dtype = leaf.dtype if isinstance(leaf, np.ndarray | jax.Array) else _as_numpy(leaf).dtype
     return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _as_numpy(leaf: Any) -> np.ndarray:
+    try:
+        return np.asarray(leaf)
+    except TypeError:
+        # A torch tensor of bfloat16, which NumPy by itself does not know.
+        if not hasattr(leaf, "__dlpack__"):
+            raise
+        return np.asarray(jax.dlpack.from_dlpack(leaf))
 
 
 def host_array(leaf: Any, name: str) -> np.ndarray:
@@ -141,7 +153,7 @@ def host_array(leaf: Any, name: str) -> np.ndarray:
             "this process: multimesh places the batch itself."
         )
     try:
-        array = np.asarray(leaf)
+        array = _as_numpy(leaf)
     except Exception as exc:
         raise BatchError(f"{name} must be an array. Got {type(leaf).__name__}: {exc}") from exc
     if array.dtype == object or array.dtype.kind in "USM":

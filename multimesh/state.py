@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.errors import UsageError
 from multimesh.plan import Instance, Plan
+from multimesh.trees import difference
 
 __all__ = ["State", "assemble", "without_shards"]
 
@@ -102,7 +103,10 @@ class State:
         """
         leaves, tree = jax.tree.flatten(state)
         if tree != self.tree:
-            raise UsageError(f"The state must have the tree {self.tree}. Got {tree}.")
+            raise UsageError(
+                "The state must have the leaves of the one that parallelize_step returned. "
+                f"{difference(self.tree, state)}"
+            )
         self.check(leaves)
         for index, slot in self._placed:
             store[slot] = leaves[index]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from support import cases, models, oracle, plans, ranks
 
+from multimesh.batch import BatchSpec
 from multimesh.errors import BatchError, PlacementError, RegistryError, UsageError
 from multimesh.jax import Task, TaskMesh, Weighted, clear_tasks, register_task
 from multimesh.jax.flax import parallelize_eval, parallelize_step
@@ -203,12 +205,41 @@ def test_features_that_the_model_refuses(trained):
 def test_a_wrong_tree(trained):
     step_fn, state, _ = trained
     batch = CASE.make_batch(ROWS, 0)
-    with rejected(BatchError, "labels"):
+    with rejected(BatchError, "lacks ['labels']."):
         step_fn(state, {"inputs": batch["inputs"]})
-    with rejected(BatchError, "extra"):
+    with rejected(BatchError, "should not have ['extra']."):
         step_fn(state, batch | {"extra": batch["labels"]})
-    with rejected(BatchError, "inputs"):
+    with rejected(BatchError, "lacks ['inputs'], ['labels']. It should not have [0], [1]."):
         step_fn(state, tuple(batch.values()))
+    with rejected(UsageError, "The state", "lacks", ".step", "should not have a single array"):
+        step_fn(state.step, batch)
+
+
+class LikeTorch:
+    """A tensor of a type that NumPy does not know, as torch's of bfloat16 on the CPU."""
+
+    def __init__(self, array):
+        self.array = jnp.asarray(array)
+        self.shape, self.dtype = array.shape, "torch.bfloat16"
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_a_tensor_of_bfloat16_is_an_array():
+    array = np.arange(6, dtype=jnp.bfloat16).reshape(3, 2)
+    spec = BatchSpec.of({"x": array}, "global_batch")
+    assert spec.like({"x": LikeTorch(array)}) == spec
+    np.testing.assert_array_equal(spec.flatten({"x": LikeTorch(array)})[0], array)
+    other = LikeTorch(array.astype(np.float32))
+    with rejected(BatchError, "['x']", "bfloat16", "float32"):
+        spec.like({"x": other})
 
 
 def test_a_wide_dtype_that_jax_narrows_is_no_mistake(trained):
@@ -261,6 +292,7 @@ def test_both_kinds_of_batch_or_neither(both):
         ("rng", 3, "jax.random.key"),
         ("rng", np.zeros(3, np.uint32), "(3,)"),
         ("batch_axis", None, "name"),
+        ("batch_axis", "rows", "logical_axes"),
         ("donate", "maybe", "True or False"),
         ("init_fn", lambda key, batch: None, "NoneType"),
         ("loss_fn", lambda params, batch: None, "NoneType"),

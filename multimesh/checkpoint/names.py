@@ -8,13 +8,12 @@ import numpy as np
 
 from multimesh.transport import Layout
 from multimesh.transport.keys import data_layout
+from multimesh.trees import list_names
 
 __all__ = ["Leaves", "differences", "leaves_of"]
 
 # What is stored of each leaf, such as {"params.dense.kernel": "float32[8,16]"}.
 Leaves = Mapping[str, str]
-
-_SHOWN = 10  # of each kind, in an error
 
 
 def leaves_of(tree: Any) -> Leaves:
@@ -49,15 +48,9 @@ def differences(wanted: Leaves, stored: Leaves) -> str:
         "The state lacks": stored.keys() - wanted.keys(),
         "The checkpoint differs in": changed,
     }
-    return " ".join(f"{title} {_list(names)}." for title, names in parts.items() if names)
+    return " ".join(f"{title} {list_names(names)}." for title, names in parts.items() if names)
 
 
 def _describe(leaf: Any) -> str:
     data = data_layout(Layout(tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None)))
     return f"{np.dtype(data.dtype).name}[{','.join(map(str, data.shape))}]"
-
-
-def _list(names: Any) -> str:
-    shown = sorted(names)
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more

@@ -139,8 +139,8 @@ def parallelize_eval(
         )
     wrapped, function = evaluation(model, train_state)
     check_reduction(reduction)
-    check_axis(batch_axis)
     context = make_context(mesh)
+    check_axis(batch_axis, context)
     check_target(to, context.group.size)
     spec = batch_spec(local_batch, global_batch, num_microbatches)
     compare_requests(

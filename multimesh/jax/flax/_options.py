@@ -22,6 +22,7 @@ from multimesh.launch import require_init
 from multimesh.source import Context
 from multimesh.stages.registry import default_registry
 from multimesh.transport import connect
+from multimesh.trees import list_names
 
 __all__ = [
     "batch_spec",
@@ -221,15 +222,22 @@ def _takes_two(function: Callable) -> bool:
     return True
 
 
-def check_axis(batch_axis: Any) -> str:
-    """Checks the logical name of the rows, and returns it.
+def check_axis(batch_axis: Any, context: Context) -> None:
+    """Checks the logical name of the rows.
 
     Raises:
-      UsageError: It is no string.
+      UsageError: It is no string, or another one than the usual that no task maps.
     """
     if not isinstance(batch_axis, str):
         raise UsageError(f'batch_axis must be a name, such as "batch". Got {batch_axis!r}.')
-    return batch_axis
+    entries = context.registry.entries
+    known = context.axis_names("batch")
+    # What a callback's task maps is not known yet.
+    if entries and all(entry.task for entry in entries) and batch_axis not in known:
+        raise UsageError(
+            f"batch_axis={batch_axis!r} is in no task's logical_axes, so no rows would be spread "
+            f"over devices. Known names are {list_names(known)}."
+        )
 
 
 def check_reduction(reduction: Any) -> None:

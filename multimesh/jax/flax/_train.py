@@ -217,8 +217,8 @@ def parallelize_step(
         "kind of batch": "local_batch" if global_batch is None else "global_batch",
         "keys of rngs": {name: (data.tolist(), str(impl)) for name, (data, impl) in keys.items()},
     }
-    names = context.axis_names(check_axis(batch_axis))
-    init = Initialization(wrapped, optimizer, first_key, spec, names)
+    check_axis(batch_axis, context)
+    init = Initialization(wrapped, optimizer, first_key, spec, context.axis_names(batch_axis))
     options |= wrapped.describe()
     options["initial key"] = (init.data.tolist(), str(init.impl))
     compare_requests(context, spec, options)

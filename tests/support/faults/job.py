@@ -100,7 +100,7 @@ def _command(cell, struck):
 
 
 def _environment(cell, tag):
-    return clean_environment() | COMPILE_QUICKLY | {
+    settings = {
         _TAG: tag,
         "MULTIMESH_STALL_TIMEOUT": str(stall_timeout(cell)),
         "MULTIMESH_START_TIMEOUT": str(START_TIMEOUT),
@@ -113,6 +113,7 @@ def _environment(cell, tag):
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PMIX_MCA_psec": "native",
     }
+    return clean_environment() | COMPILE_QUICKLY | settings
 
 
 def _wait(process, struck, limit):
