@@ -116,7 +116,8 @@ def parallelize_eval(
         pytree of arrays with the rows first, of scalars (see `reduction`) and of
         `multimesh.jax.Weighted`, which are reduced over the whole batch.
       train_state: A state of the training step.
-      mesh: The mesh that `parallelize_step` returned; it brings the tasks of that step.
+      mesh: The mesh that `parallelize_step` returned; it brings the tasks of that step. By default
+        all devices, with the tasks that are registered now.
       local_batch: An example of this process's share of a batch.
       global_batch: Or an example of a whole batch, given on every rank alike.
       num_microbatches: How many slices of the batch go through the pipeline.
