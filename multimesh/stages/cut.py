@@ -97,18 +97,11 @@ def cut(
       PlacementError: The step cannot be cut.
     """
     labels = _Labels(registry, mesh)
-    step = flatten(closed, labels)
-    step = count_by_number(step, step.arguments[signature.number])
-    step = hoist(split_rematerialization(step))
+    step = _flat(closed, labels, signature.number)
     if check_patterns:
         labels.check_patterns()
     fixed = {step.arguments[index]: known for index, known in signature.shardings.items()}
-    homes = {
-        var: None
-        if known.mesh == mesh and known.is_fully_replicated
-        else mesh_positions(known.mesh)
-        for var, known in fixed.items()
-    }
+    homes = {var: _home(known, mesh) for var, known in fixed.items()}
     submeshes = _submeshes(step, labels, mesh, [place for place in homes.values() if place])
     index_of = {place.task_mesh: place.index for place in submeshes}
     known = {var: None if place is None else index_of[place] for var, place in homes.items()}
@@ -142,6 +135,19 @@ def cut(
     results = dict.fromkeys(step.outputs)
     results.update({result: places[argument] for argument, result in replaced.items()})
     return CutStep(step, tuple(submeshes), placement, places, tasks, results, shardings)
+
+
+def _flat(closed, labels, number) -> FlatStep:
+    """The step as a list of equations, those of the loop apart from those outside."""
+    step = flatten(closed, labels)
+    step = count_by_number(step, step.arguments[number])
+    return hoist(split_rematerialization(step))
+
+
+def _home(sharding, mesh):
+    """Where an array that exists already lies: on a submesh, or None for on all devices."""
+    is_everywhere = sharding.mesh == mesh and sharding.is_fully_replicated
+    return None if is_everywhere else mesh_positions(sharding.mesh)
 
 
 class _Labels:
