@@ -4,7 +4,7 @@ Everything here is the same on every rank, and nothing is compiled or sent.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from multimesh.stages.cut import CutStep, Signature, cut
 from multimesh.stages.registry import Registry
 from multimesh.stages.shardings import resolve_spec
 from multimesh.stages.trace import logical_axis_names, trace
-from multimesh.stages.variants import make_variant, microbatch_sizes
+from multimesh.stages.variants import Variant, is_same_outside, make_variant, microbatch_sizes
 from multimesh.transport import Group, Transport
 
 __all__ = ["Context", "StepSource", "TracedStep", "trace_step"]
@@ -119,12 +119,29 @@ def trace_step(source: StepSource, context: Context) -> TracedStep:
     sizes = microbatch_sizes(rows, source.microbatches, unit)
     if shares.count > 1 or sizes[0] != largest:
         pieces = tracer.cut(sizes[0] * shares.count, rows * shares.count)
-    variants = [
-        make_variant(pieces, tracer.cut(size * shares.count, rows * shares.count), size)
-        for size in sorted({*sizes} - {sizes[0]})
-    ]
+    pieces, variants = _vary(tracer, pieces, sizes, shares.count)
     plan = make_plan(pieces, source.schedule, sizes, variants)
     return TracedStep(plan, shares, tracer.trees["state"], tracer.trees["results"])
+
+
+def _vary(
+    tracer: "_Tracer", pieces: CutStep, sizes: Sequence[int], shares: int
+) -> tuple[CutStep, list[Variant]]:
+    """Cuts the step for the other sizes of its microbatches too.
+
+    What the loop computes alike for every microbatch is moved out of it, and so computed once for
+    all sizes. Where it depends on the size (a penalty on the parameters has another part in a
+    smaller microbatch), it must stay.
+    """
+    others = sorted({*sizes} - {sizes[0]})
+
+    def cut_for(size, keep_loop=False):
+        return tracer.cut(size * shares, sum(sizes) * shares, keep_loop)
+
+    cuts = [cut_for(size) for size in others]
+    if not all(is_same_outside(pieces, other) for other in cuts):
+        pieces, *cuts = [cut_for(size, keep_loop=True) for size in (sizes[0], *others)]
+    return pieces, [make_variant(pieces, *each) for each in zip(cuts, others, strict=True)]
 
 
 def _rows_unit(pieces: CutStep, shares: int, batch_axis: str) -> int:
@@ -147,7 +164,7 @@ class _Tracer:
         self.context = context
         self.trees: dict[str, Any] = {}
 
-    def cut(self, size: int, rows: int) -> CutStep:
+    def cut(self, size: int, rows: int, keep_loop: bool = False) -> CutStep:
         """Cuts the step for microbatches of `size` rows of a batch of `rows`, over all shares."""
         source, context, trees = self.source, self.context, self.trees
         paths, trees["state"] = jax.tree_util.tree_flatten_with_path(source.state(rows))
@@ -185,6 +202,7 @@ class _Tracer:
             context.mesh,
             signature,
             check_patterns=source.check_patterns,
+            keep_loop=keep_loop,
         )
 
     def _batch(self, rows: int) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:

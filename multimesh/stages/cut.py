@@ -78,6 +78,7 @@ def cut(
     signature: Signature,
     *,
     check_patterns: bool = True,
+    keep_loop: bool = False,
 ) -> CutStep:
     """Cuts a traced step into tasks.
 
@@ -87,6 +88,8 @@ def cut(
       mesh: All devices of the step.
       signature: What the caller knows of the arguments.
       check_patterns: Whether every pattern must match a scope of this step.
+      keep_loop: Whether all that the loop computes stays in it, for a step where it depends on the
+        rows of a microbatch.
 
     Returns:
       The step, cut.
@@ -97,7 +100,12 @@ def cut(
       PlacementError: The step cannot be cut.
     """
     labels = _Labels(registry, mesh)
-    step = _flat(closed, labels, signature.number)
+    step = flatten(closed, labels)
+    if not keep_loop:
+        step = count_by_number(step, step.arguments[signature.number])
+    step = split_rematerialization(step)
+    if not keep_loop:
+        step = hoist(step)
     if check_patterns:
         labels.check_patterns()
     fixed = {step.arguments[index]: known for index, known in signature.shardings.items()}
@@ -135,13 +143,6 @@ def cut(
     results = dict.fromkeys(step.outputs)
     results.update({result: places[argument] for argument, result in replaced.items()})
     return CutStep(step, tuple(submeshes), placement, places, tasks, results, shardings)
-
-
-def _flat(closed, labels, number) -> FlatStep:
-    """The step as a list of equations, those of the loop apart from those outside."""
-    step = flatten(closed, labels)
-    step = count_by_number(step, step.arguments[number])
-    return hoist(split_rematerialization(step))
 
 
 def _home(sharding, mesh):

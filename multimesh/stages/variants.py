@@ -13,8 +13,9 @@ from jax.extend import core
 
 from multimesh.errors import PlacementError
 from multimesh.stages.cut import CutStep
+from multimesh.stages.equality import computes_the_same
 
-__all__ = ["Variant", "make_variant", "microbatch_sizes"]
+__all__ = ["Variant", "is_same_outside", "make_variant", "microbatch_sizes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +76,20 @@ def make_variant(cut: CutStep, other: CutStep, rows: int) -> Variant:
             raise _differs(f"the tasks {task.name} and {twin.name}")
         for kind in ("inputs", "outputs"):
             _pair(twins, f"{kind} of {task.name}", getattr(task, kind), getattr(twin, kind))
-        if task.section != "loop":
-            for mine, theirs in zip(task.outputs, twin.outputs, strict=True):
-                if mine.aval != theirs.aval:
-                    raise _differs(f"values outside the loop, {mine.aval} and {theirs.aval}")
+    if not is_same_outside(cut, other):
+        raise _differs("values outside the loop")
     return Variant(other, rows, twins)
+
+
+def is_same_outside(cut: CutStep, other: CutStep) -> bool:
+    """Whether two cuts of one step compute the same once a step, outside the loop."""
+    outside = [
+        [var for task in each.tasks if task.section != "loop" for var in task.outputs]
+        for each in (cut, other)
+    ]
+    return len(outside[0]) == len(outside[1]) and computes_the_same(
+        cut.step, other.step, zip(*outside, strict=True)
+    )
 
 
 def _pair(twins: dict, what: str, mine: Sequence, theirs: Sequence) -> None:

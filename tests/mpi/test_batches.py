@@ -1,6 +1,9 @@
 """Batches of any size, step after step, equal the whole step under plain JAX."""
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases, oracle, ranks
@@ -24,6 +27,20 @@ def test_any_number_of_rows(layout, reduction):
     batches = [case.make_batch(rows, seed) for seed, rows in enumerate(ROWS)]
     expected = ranks.computed_once(oracle.train, case, batches)
     step_fn, state, *_ = cases.build(case, layout, ROWS[0], 4)
+    oracle.assert_same_training(oracle.train_pipeline(step_fn, state, batches), expected)
+
+
+def test_a_penalty_on_the_parameters_has_a_part_in_each_microbatch():
+    plain = cases.mlp([1, 1])
+
+    def penalized(model, params, batch):
+        norm = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+        return plain.loss(model, params, batch) + 0.1 * norm
+
+    case = replace(plain, loss=penalized)
+    batches = [case.make_batch(rows, seed) for seed, rows in enumerate(ROWS)]
+    expected = ranks.computed_once(oracle.train, case, batches)
+    step_fn, state, *_ = cases.build(case, cases.apart(2), ROWS[0], 4)
     oracle.assert_same_training(oracle.train_pipeline(step_fn, state, batches), expected)
 
 

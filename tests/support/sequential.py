@@ -26,6 +26,10 @@ class Layer(nn.Module):
         x = nn.Dense(FEATURES, use_bias=not self.norm)(x)
         if self.norm:
             x = nn.BatchNorm(use_running_average=not training)(x)
+            # Microbatches of another size add another number.
+            seen = self.variable("batch_stats", "seen", lambda: jnp.int32(0))
+            if training and not self.is_initializing():
+                seen.value += x.shape[0]
         if self.dropout:
             x = nn.Dropout(0.5, deterministic=not training)(x)
         return nn.tanh(x)
