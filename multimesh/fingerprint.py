@@ -31,7 +31,7 @@ def compare(group: Group, topics: Mapping[str, str], hint: str = "") -> None:
     """
     if group.size == 1:
         return
-    everyone = group.allgather(dict(topics))
+    everyone = group.allgather(dict(topics), f"comparing {', '.join(topics)}")
     for topic in everyone[0]:
         for rank, theirs in enumerate(everyone):
             if theirs.get(topic) != everyone[0][topic]:

@@ -75,7 +75,7 @@ class Step:
         compiled = self._compile(program, rank)
         self.compile_count = len(compiled)
         channels = self._open_channels()
-        context.group.barrier()
+        context.group.barrier("building a step")
         warm_up(cut.submeshes, rank)
         self.executor = Executor(self.plan, program, compiled, channels, context.transport)
         self.placer = Placer(self.plan, state_leaves, source.spec, traced.shares, context.group)
@@ -157,7 +157,7 @@ class Step:
         measured = self.executor.measure(store)
         medians = {self.plan.tasks[i].name: statistics.median(t) for i, t in measured.items()}
         slowest: dict[str, float] = {}
-        for theirs in self.context.group.allgather(medians):
+        for theirs in self.context.group.allgather(medians, "measure"):
             for name, seconds in theirs.items():
                 slowest[name] = max(seconds, slowest.get(name, 0.0))
         return slowest, *self._collect(store, leaves)

@@ -104,7 +104,7 @@ class Manager:
                 self._orbax.save(step, args=items, force=True)
             except OSError as error:
                 problem = f"rank 0: {error}"
-        self._begun, problem = self._group.broadcast((self._begun, problem))
+        self._begun, problem = self._group.broadcast((self._begun, problem), "save")
         if problem:
             raise _save_error(step, problem)
         self._step = step
@@ -127,7 +127,7 @@ class Manager:
         """
         if self._step is None:
             return
-        problems = [problem for problem in self._group.allgather(self.finish()) if problem]
+        problems = [problem for problem in self._group.allgather(self.finish(), "wait") if problem]
         step, self._step = self._step, None
         if problems:
             raise _save_error(step, problems[-1])

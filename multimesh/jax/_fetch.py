@@ -33,7 +33,11 @@ def fetch(tree: Any, to: int | str = "all") -> Any:
     if group.size == 1:
         return jax.tree.unflatten(structure, [_host(leaf) for leaf in leaves])
     pieces = [_pieces(leaf) for leaf in leaves]
-    everyone = group.gather(pieces, to) if isinstance(to, int) else group.allgather(pieces)
+    everyone = (
+        group.gather(pieces, "fetch", to)
+        if isinstance(to, int)
+        else group.allgather(pieces, "fetch")
+    )
     if everyone is None:
         return None
     whole = [

@@ -58,7 +58,7 @@ def _placed(batches: Iterator[Any], prepare: Callable[[Any], Any], ahead: int) -
         loading = load()
         while True:
             mine = loading.result()
-            counts = group.allgather(len(mine))
+            counts = group.allgather(len(mine), "prefetch")
             common = min(counts)
             # MPI is for the main thread, and so is `prepare`.
             ready = [prepare(batch) for batch in mine[:common]]

@@ -184,7 +184,7 @@ def _on_first_rank(group: Group, function: Callable[[], _Result]) -> _Result:
             result = function()
         except UsageError as error:
             problem = error
-    result, problem = group.broadcast((result, problem))
+    result, problem = group.broadcast((result, problem), "Checkpoints")
     if problem is not None:
         raise problem
     return result
@@ -212,7 +212,11 @@ def _check_folder(group: Group, folder: Path) -> None:
         return folder / probe
 
     written = _on_first_rank(group, write)
-    blind = [rank for rank, seen in enumerate(group.allgather(written.exists())) if not seen]
+    blind = [
+        rank
+        for rank, seen in enumerate(group.allgather(written.exists(), "Checkpoints"))
+        if not seen
+    ]
     if group.rank == 0:
         written.unlink()
     if blind:

@@ -118,19 +118,27 @@ class Transport(Protocol):
 
 
 class Group(Protocol):
-    """The control plane: all ranks talking about the step, not in it. Every call is collective."""
+    """The control plane: all ranks talking about the step, not in it. Every call is collective.
+
+    Each says what it is `for_what`, such as "fetch": ranks that are at different points of the
+    user's program are told so, rather than given one another's values.
+
+    Raises:
+      RankMismatchError: From every call, on every rank: what they do it for differs.
+      StallError: From every call: another rank did not come within the timeout, or has ended.
+    """
 
     rank: int
     size: int
 
-    def allgather(self, obj: Any) -> list[Any]:
+    def allgather(self, obj: Any, for_what: str) -> list[Any]:
         """Returns the objects of all ranks, in order of rank."""
 
-    def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
+    def gather(self, obj: Any, for_what: str, root: int = 0) -> list[Any] | None:
         """Returns the objects of all ranks, in order of rank, on rank `root`; elsewhere None."""
 
-    def broadcast(self, obj: Any, root: int = 0) -> Any:
+    def broadcast(self, obj: Any, for_what: str, root: int = 0) -> Any:
         """Returns the object that rank `root` gave."""
 
-    def barrier(self) -> None:
+    def barrier(self, for_what: str) -> None:
         """Returns when every rank has called it."""

@@ -22,7 +22,7 @@ SCRIPT = """
 
     rank = jax.process_index()
     group, transport = connect()
-    group.barrier()
+    group.barrier("test")
 
     def recv():
         MPI.COMM_WORLD.recv(source=1 - rank)
@@ -84,11 +84,11 @@ ENDINGS = {
         [r"No rank has moved for 3 s", r"rank 0 on \S+: .*sync_global_devices"],
     ),
     "rank 0 is stopped": (
-        [STOP, "group.barrier()"],
+        [STOP, "group.barrier('test')"],
         [r"rank 0 on \S+: does not answer: it is stopped", r"mmrun: rank 0 on .* SIGSTOP"],
     ),
     "rank 1 is stopped": (
-        ["group.barrier()", STOP],
+        ["group.barrier('test')", STOP],
         [r"rank 1 on \S+: does not answer: it is stopped", r"mmrun: rank 1 on .* SIGSTOP"],
     ),
     "a rank that never ends": (

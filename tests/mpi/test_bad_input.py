@@ -9,6 +9,7 @@ import pytest
 from support import cases, ranks
 
 from multimesh.errors import RankMismatchError, RegistryError, UsageError
+from multimesh.jax import fetch
 
 CASE = cases.CASES["mlp"]
 LAYOUT = cases.apart(2)
@@ -63,12 +64,27 @@ def test_different_example_batches():
     assert "batch" in message
 
 
-def test_different_batches_in_the_first_step():
+@pytest.mark.parametrize("same", [0, 2])
+def test_different_batches_in_one_of_the_first_steps(same):
     """A `global_batch` is the same on every rank; one that was shuffled differently is not."""
     step_fn, state, _ = cases.build(CASE, LAYOUT, ROWS, 2)
-    batch = CASE.make_batch(ROWS, seed=RANK)
+    for seed in range(same):
+        _, state = step_fn(state, CASE.make_batch(ROWS, seed))
+    batch = CASE.make_batch(ROWS, seed=10 + RANK)
     message = everywhere_refused(RankMismatchError, lambda: step_fn(state, batch))
     assert "batch" in message
+
+
+def test_different_calls():
+    """One rank caught an error that the others did not have, say, and went on."""
+    _, state, _ = cases.build(CASE, LAYOUT, ROWS)
+    message = everywhere_refused(
+        RankMismatchError,
+        (lambda: cases.build(CASE, LAYOUT, ROWS)) if ODD else (lambda: fetch(state)),
+    )
+    assert "rank 0 is at fetch" in message
+    assert f"rank {jax.process_count() - 1} at comparing registered tasks" in message
+    fetch(state)  # they can go on
 
 
 def test_different_shares_where_they_must_be_equal():

@@ -55,7 +55,7 @@ def open_transport(group):
     yield make
     for transport in transports:
         transport.close()
-    group.barrier()
+    group.barrier("test")
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_message_that_is_never_received_is_named(open_transport, group):
         expected = f"for rank {last} to receive microbatch 4 of F0 -> F7 from rank 0"
         with pytest.raises(StallError, match=expected):
             transport.flush()
-    group.barrier()
+    group.barrier("test")
     check(take(channel, transfer, 4), transfer, [value])
 
 
@@ -142,7 +142,7 @@ def test_two_transports_on_one_communicator_in_turn(open_transport, group):
         transport = open_transport()
         deliver(transport, [numbers((8,), np.float32)], FRONT, BACK)
         transport.close()
-        group.barrier()
+        group.barrier("test")
 
 
 def test_buffers_are_reused(open_transport):
@@ -167,7 +167,7 @@ def test_connect_follows_the_number_of_ranks():
     assert (group.rank, group.size) == (jax.process_index(), jax.process_count())
     deliver(transport, [numbers((8,), np.float32)], FRONT, BACK)
     transport.close()
-    group.barrier()
+    group.barrier("test")
 
 
 @several_ranks
@@ -179,5 +179,5 @@ def test_a_dropped_channel_gives_up_its_receives(open_transport, group):
     channel.post(0)
     del channel
     gc.collect()
-    group.barrier()
+    group.barrier("test")
     deliver(transport, [value], *RESHARDINGS["one to one"])

@@ -301,8 +301,11 @@ def test_different_values_at_the_ends_are_refused(transport):
 
 def test_group(group):
     assert 0 <= group.rank < group.size == jax.process_count()
-    assert group.allgather({"rank": group.rank}) == [{"rank": r} for r in range(group.size)]
-    gathered = group.gather(group.rank, root=0)
+    assert group.allgather({"rank": group.rank}, "test") == [{"rank": r} for r in range(group.size)]
+    gathered = group.gather(group.rank, "test", root=0)
     assert gathered == (None if group.rank else list(range(group.size)))
-    assert group.broadcast(("from", group.rank), root=group.size - 1) == ("from", group.size - 1)
-    group.barrier()
+    assert group.broadcast(("from", group.rank), "test", root=group.size - 1) == (
+        "from",
+        group.size - 1,
+    )
+    group.barrier("test")

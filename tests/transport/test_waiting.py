@@ -38,7 +38,7 @@ class Deserted:
 
     rank, size = 1, 3
 
-    def Ibarrier(self):
+    def Iallgather(self, mine, everyone):
         return self
 
     def Test(self):
@@ -48,6 +48,10 @@ class Deserted:
 def test_a_barrier_that_nobody_comes_to():
     group = MpiGroup(Deserted(), stall_timeout=0.01)
     expected = r"Rank 1 waited 0.01 s for ranks 0, 2 to reach.*MULTIMESH_STALL_TIMEOUT"
-    for call in (group.barrier, lambda: group.allgather(0), lambda: group.broadcast(0)):
+    for call in (
+        lambda: group.barrier("test"),
+        lambda: group.allgather(0, "test"),
+        lambda: group.broadcast(0, "test"),
+    ):
         with pytest.raises(StallError, match=expected):
             call()
