@@ -4,6 +4,7 @@
     ├── StartupError          the ranks could not be brought up
     ├── RankMismatchError     the ranks were given different programs or data
     ├── SaveError             a checkpoint could not be written
+    ├── RestoreError          a checkpoint is damaged
     ├── StallError            a wait for another rank took longer than the timeout
     └── UsageError            an argument, model or batch cannot be used as given
         ├── RegistryError     the registered tasks contradict each other, the model or the devices
@@ -11,8 +12,9 @@
         ├── PlacementError    the traced step cannot be cut into tasks
         └── ScheduleError     tasks or a schedule that cannot be run to the end
 
-`UsageError` is also a `ValueError`, `SaveError` an `OSError` and `StallError` a `TimeoutError`, so
-that generic handlers catch them. A message says what was got, what was expected, and what to do.
+`UsageError` is also a `ValueError`, `SaveError` and `RestoreError` an `OSError`, `StallError`
+a `TimeoutError`, so that generic handlers catch them. A message says what was got, what was
+expected, and what to do.
 """
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "PlacementError",
     "RankMismatchError",
     "RegistryError",
+    "RestoreError",
     "SaveError",
     "ScheduleError",
     "StallError",
@@ -43,6 +46,10 @@ class RankMismatchError(MultimeshError, RuntimeError):
 
 class SaveError(MultimeshError, OSError):
     """A checkpoint could not be written; the same error is raised on every rank."""
+
+
+class RestoreError(MultimeshError, OSError):
+    """A checkpoint is damaged; the same error is raised on every rank."""
 
 
 class StallError(MultimeshError, TimeoutError):

@@ -12,6 +12,7 @@ PUBLIC = {
         "PlacementError",
         "RankMismatchError",
         "RegistryError",
+        "RestoreError",
         "SaveError",
         "ScheduleError",
         "StallError",

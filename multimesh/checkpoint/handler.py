@@ -5,6 +5,7 @@ lies on one stage: complete on one rank, which Orbax refuses ("host local"), and
 the others. The files are the same as Orbax's, so that Orbax alone reads them.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,17 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
         """
         layouts = [Layout(arg.global_shape, arg.dtype, arg.sharding) for arg in args]
         here = [i for i, layout in enumerate(layouts) if layout.sharding.addressable_devices]
-        stored = [_restore_args(data_layout(layouts[i])) for i in here]
-        read = await super().deserialize([infos[i] for i in here], stored) if here else []
-        present = dict(zip(here, read, strict=True))
+        read = super().deserialize
+        # All are waited for, though one is damaged: nothing may go on reading when this has failed.
+        results = await asyncio.gather(
+            *(read([infos[i]], [_restore_args(data_layout(layouts[i]))]) for i in here),
+            return_exceptions=True,
+        )
+        present = {}
+        for i, result in zip(here, results, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            (present[i],) = result
         return [_array(layout, present.get(i)) for i, layout in enumerate(layouts)]
 
 

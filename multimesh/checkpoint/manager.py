@@ -5,6 +5,7 @@ It does so on rank 0 as in a job of one process. Its own way of running on sever
 process at every stage of a save; when one fails, the others would wait there for long.
 """
 
+import contextlib
 import functools
 import uuid
 from pathlib import Path
@@ -17,7 +18,7 @@ from multimesh.checkpoint.handler import ShardHandler
 from multimesh.checkpoint.names import Leaves, leaves_of
 from multimesh.checkpoint.parts import Part, wait_for_parts
 from multimesh.checkpoint.shards import OwnShards
-from multimesh.errors import SaveError
+from multimesh.errors import RestoreError, SaveError
 from multimesh.transport import Group
 
 __all__ = ["Manager"]
@@ -75,17 +76,27 @@ class Manager:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, in order."""
+        self._orbax.reload()  # another object may have saved some
         return sorted(self._orbax.all_steps())
 
-    def leaves(self, step: int) -> Leaves | None:
-        """The leaves of a saved state; None if there is none."""
-        metadata = self._orbax.item_metadata(step).get("state")
-        return None if metadata is None else leaves_of(metadata.tree)
+    def leaves(self, step: int) -> Leaves:
+        """The leaves of a saved state.
+
+        Raises:
+          RestoreError: They cannot be read.
+        """
+        with self._reading(step):
+            return leaves_of(self._orbax.item_metadata(step)["state"].tree)
 
     def extra(self, step: int) -> Any:
-        """The JSON value of a checkpoint."""
+        """The JSON value of a checkpoint.
+
+        Raises:
+          RestoreError: It cannot be read.
+        """
         items = ocp.args.Composite(extra=ocp.args.JsonRestore())
-        return self._orbax.restore(step, args=items).extra
+        with self._reading(step):
+            return self._orbax.restore(step, args=items).extra
 
     # ---------------------------------------------------------------- on every rank
 
@@ -145,12 +156,27 @@ class Manager:
         return ""
 
     def restore(self, step: int, state: Any) -> Any:
-        """Reads a state.
+        """Reads a state. Collective.
 
         Args:
           step: One of `steps()`.
           state: A tree of arrays like the saved one, which gives the shardings.
+
+        Raises:
+          RestoreError: On every rank alike: one could not read it.
         """
+        problem, restored = None, None
+        try:
+            with self._reading(step):
+                restored = self._read(step, state)
+        except RestoreError as error:
+            problem = error
+        problems = [problem for problem in self._group.allgather(problem, "restore") if problem]
+        if problems:
+            raise problems[0]
+        return restored
+
+    def _read(self, step: int, state: Any) -> Any:
         wanted = jax.tree.map(
             lambda leaf: ocp.ArrayRestoreArgs(
                 sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
@@ -161,6 +187,18 @@ class Manager:
             self._folder / str(step) / "state",
             args=ocp.args.PyTreeRestore(state, restore_args=wanted),
         )
+
+    @contextlib.contextmanager
+    def _reading(self, step: int):
+        """Makes one kind of error of all that a damaged file can raise."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error!s:.300}"
+            raise RestoreError(
+                f"The checkpoint {self._folder / str(step)} cannot be read: it is damaged, or was "
+                f"not written by Checkpoints.save. Restore another one. ({reason})"
+            ) from error
 
     def close(self) -> None:
         """Ends the threads, which have nothing to do any more."""

@@ -4,6 +4,7 @@ A module of its own: Orbax takes a while to import.
 """
 
 import json
+import operator
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 
 from multimesh.checkpoint import Leaves, Manager, differences, leaves_of
-from multimesh.errors import StallError, UsageError
+from multimesh.errors import RestoreError, StallError, UsageError
 from multimesh.fingerprint import compare
 from multimesh.launch import require_init
 from multimesh.transport import Group, connect
@@ -62,6 +63,7 @@ class Checkpoints:
         _check_folder(self._group, self._folder)
         self._manager = Manager(self._folder, keep, self._group)
         self._asynchronous = asynchronous
+        self._is_closed = False
 
     def latest(self) -> int | None:
         """Returns the step of the newest checkpoint, or None if there is none. Collective.
@@ -90,6 +92,7 @@ class Checkpoints:
           SaveError: This or the save before could not be written.
         """
         self.wait()
+        step = _as_step(step)
         text = _as_json(extra)
         given = {"step": repr(step), "extra": text, **_check_leaves(state), **_places_of(state)}
         _check_numbers(state)
@@ -114,6 +117,7 @@ class Checkpoints:
         Raises:
           UsageError: There is no such checkpoint, or its leaves are not those of `state`; the
             message names those that differ. Nothing has been read then.
+          RestoreError: On every rank: the checkpoint is damaged.
         """
         self.wait()
         wanted = _check_leaves(state)
@@ -127,24 +131,31 @@ class Checkpoints:
         Raises:
           SaveError: On every rank: one could not write its part. The earlier checkpoints are as
             they were, and saving can go on.
+          UsageError: The `with` statement has ended.
         """
+        if self._is_closed:
+            raise UsageError(
+                f"Checkpoints({str(self._folder)!r}) was closed at the end of its `with` "
+                "statement. Open the folder anew."
+            )
         self._manager.wait()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if error is None:
-            self.wait()
-        elif isinstance(error, StallError):
+        if isinstance(error, StallError):
             return  # another rank will never write its part
-        else:
-            self._manager.finish()  # the other ranks may not come to where all wait
-        self._manager.close()
+        try:
+            if error is None:
+                self.wait()
+            else:
+                self._manager.finish()  # the other ranks may not come to where all wait
+        finally:
+            self._is_closed = True
+            self._manager.close()
 
-    def _check_step(self, step: Any) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UsageError(f"step must be an integer from 0 on. Got {step!r}.")
+    def _check_step(self, step: int) -> None:
         latest = max(self._manager.steps(), default=-1)
         if step <= latest:
             raise UsageError(
@@ -164,10 +175,7 @@ class Checkpoints:
                 f"step must be one of the checkpoints in {self._folder}: {steps}. Got {step!r}."
             )
         place = self._folder / str(chosen)
-        stored = self._manager.leaves(chosen)
-        if stored is None:
-            raise UsageError(f"{place} must have been written by Checkpoints.save, but was not.")
-        problem = differences(wanted, stored)
+        problem = differences(wanted, self._manager.leaves(chosen))
         if problem:
             raise UsageError(
                 f"The checkpoint {place} is one of another model or optimizer. {problem} Build "
@@ -177,12 +185,12 @@ class Checkpoints:
 
 
 def _on_first_rank(group: Group, function: Callable[[], _Result]) -> _Result:
-    """Calls a function on rank 0: what it returns, or its UsageError, is the same on every rank."""
+    """Calls a function on rank 0; what it returns, or its error, is the same on every rank."""
     result, problem = None, None
     if group.rank == 0:
         try:
             result = function()
-        except UsageError as error:
+        except (UsageError, RestoreError) as error:
             problem = error
     result, problem = group.broadcast((result, problem), "Checkpoints")
     if problem is not None:
@@ -264,6 +272,16 @@ def _places_of(state: Any) -> Mapping[str, str]:
         ids = [device.id for device in leaf.sharding.device_set]
         places[f"devices of the state leaf {name}"] = f"{len(ids)}, the first of them {min(ids)}"
     return places
+
+
+def _as_step(step: Any) -> int:
+    try:
+        number = int(step) if isinstance(step, jax.Array) else operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or number < 0:
+        raise UsageError(f"step must be an integer from 0 on. Got {step!r}.")
+    return number
 
 
 def _as_json(extra: Any) -> str:

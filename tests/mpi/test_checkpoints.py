@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from support import cases, oracle, ranks, sequential
 
 from multimesh.checkpoint import handler, parts
-from multimesh.errors import RankMismatchError, SaveError, UsageError
+from multimesh.errors import RankMismatchError, RestoreError, SaveError, UsageError
 from multimesh.jax import Task, clear_tasks, fetch, register_task
 from multimesh.jax.checkpoint import Checkpoints
 from multimesh.jax.flax import parallelize_step
@@ -275,8 +275,9 @@ def test_what_cannot_be_saved_or_restored(folder):
     array = state["step"]
     (folder / "9").mkdir(exist_ok=True)
     with Checkpoints(folder) as checkpoints:
+        with pytest.raises(RestoreError, match=r"was not written by Checkpoints\.save"):
+            checkpoints.restore(state)
         for call, message in [
-            (lambda: checkpoints.restore(state), "must have been written by Checkpoints.save"),
             (lambda: checkpoints.restore(state, 3), r"\[9\]. Got 3"),
             (lambda: checkpoints.save(9, state), "larger than 9"),
             (lambda: checkpoints.save(8, state), "larger than 9"),
@@ -321,3 +322,49 @@ def test_folders_that_are_none(folder):
         pytest.raises(UsageError, match="no checkpoint"),
     ):
         checkpoints.restore(make_state())
+
+
+@pytest.mark.parametrize("damaged", ["state/_METADATA", "state/d", "extra/metadata", "state"])
+def test_a_damaged_checkpoint_and_then_the_one_before(folder, damaged):
+    state = make_state()
+    with Checkpoints(folder) as checkpoints:
+        for step in (np.int64(1), place(np.array(2), range(8))):  # any integer will do
+            checkpoints.save(step, state, int(step))
+        assert checkpoints.latest() == 2
+        if jax.process_index() == 0:
+            damage(folder / "2" / damaged)
+        with pytest.raises(RestoreError) as caught:
+            checkpoints.restore(state)
+        messages = set(ranks.everywhere(str(caught.value)))
+        assert len(messages) == 1
+        assert f"{folder / '2'} cannot be read: it is damaged" in messages.pop()
+        restored, extra = checkpoints.restore(state, 1)
+        assert extra == 1
+        assert_identical(numbers(restored), numbers(state))
+
+
+def damage(path):
+    """Cuts a file to half; a folder loses all its files."""
+    if path.is_dir():
+        shutil.rmtree(path)
+        path.mkdir()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_two_objects_see_one_folder(folder):
+    state = make_state()
+    with Checkpoints(folder) as first, Checkpoints(folder) as second:
+        first.save(1, state)
+        assert first.latest() == second.latest() == 1
+        with pytest.raises(UsageError, match="larger than 1"):
+            second.save(1, state)
+        assert_identical(numbers(second.restore(state)[0]), numbers(state))
+
+
+def test_a_folder_that_was_closed(folder):
+    with Checkpoints(folder) as checkpoints:
+        pass
+    for call in (checkpoints.latest, lambda: checkpoints.save(1, make_state())):
+        with pytest.raises(UsageError, match="Open the folder anew"):
+            call()
