@@ -19,8 +19,8 @@ def difference(expected: Any, got: Any) -> str:
       got: The tree, of another structure.
 
     Returns:
-      The leaves that it lacks and those that it has beside them. If there are none, its containers
-      are others: the start of its structure.
+      The leaves that it lacks and those that it has beside them. If there are none, the start of
+      its structure.
     """
     wanted = _names(jax.tree.unflatten(expected, range(expected.num_leaves)))
     found = _names(got)
@@ -30,7 +30,10 @@ def difference(expected: Any, got: Any) -> str:
         return " ".join(words)
     structure = str(jax.tree.structure(got))
     cut = f"{structure[:_LENGTH]}..." if len(structure) > _LENGTH else structure
-    return f"Its leaves have the right names, but it is made of other containers: {cut}."
+    return (
+        "Its leaves have the right names, but its containers, or what they hold beside leaves (a "
+        f"model, an optimizer), are others: {cut}."
+    )
 
 
 def list_names(names: Collection[str]) -> str:

@@ -16,7 +16,7 @@ from multimesh.trees import difference
         (
             [1],
             (1,),
-            "Its leaves have the right names, but it is made of other containers: PyTreeDef((*,)).",
+            "are others: PyTreeDef((*,)).",
         ),
         (list(range(12)), [], "[5], [6], [7] and 2 more."),
     ],

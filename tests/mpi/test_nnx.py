@@ -125,6 +125,43 @@ def test_a_transformer_with_tied_embedding_and_logical_axes():
     assert model.head.table is model.embed.embedding
 
 
+class Mean(nnx.Variable):
+    """A variable whose value is a tree."""
+
+
+class OtherKinds(nnx.Module):
+    """A Linen layer, and an average of what it returns."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.bridge.ToNNX(nn.Dense(nnx_models.FEATURES), rngs=rngs)
+        self.dense.lazy_init(jnp.zeros((1, nnx_models.FEATURES)))
+        self.mean = Mean({"rows": jnp.zeros(()), "of": (jnp.zeros(nnx_models.FEATURES),)})
+
+    def __call__(self, x):
+        x, old = jnp.tanh(self.dense(x)), self.mean.get_value()
+        self.mean.set_value({"rows": old["rows"] + len(x), "of": (old["of"][0] + x.sum(0),)})
+        return x
+
+
+class OtherLayers(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([OtherKinds(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.mpi(ranks=(2,))
+def test_linen_layers_and_variables_that_are_trees():
+    register(cases.apart(2))
+    _, state = check(lambda rngs: OtherLayers(rngs), 8, 4)
+    for index, position in enumerate((0, 4)):
+        for leaf in jax.tree.leaves(state.params["layers"][index]["dense"]):
+            assert leaf.sharding.device_set == {jax.devices()[position]}
+
+
 def test_an_instance_is_only_read():
     register(cases.apart(2))
     model = nnx_models.Mlp(2, nnx.Rngs(0), dropout=False)

@@ -139,7 +139,9 @@ class Definition:
                     value = jax.random.wrap_key_data(value, impl=leaf.key)
                 if constrain and any(leaf.spec):
                     value = jax.lax.with_sharding_constraint(value, leaf.spec)
-            values[leaf.path] = value
+            # A tree would be taken for a part of the model; in a variable it is one value.
+            is_tree = not jax.tree_util.all_leaves([value])
+            values[leaf.path] = nnx.Variable(value) if is_tree else value
         return nnx.merge(self.graphdef, traverse_util.unflatten_dict(values))
 
 
@@ -154,6 +156,12 @@ def _variables(model: nnx.Module) -> dict[Path, Any]:
 def _value(leaf: Any) -> Any:
     """The numbers of a variable; a module may also hold bare arrays."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    """Whether a value, which may be a tree, consists of the very numbers that it had."""
+    new, old = jax.tree.leaves(new), jax.tree.leaves(old)
+    return len(new) == len(old) and all(map(operator.is_, new, old))
 
 
 def _leaf(path: Path, variable: Any) -> Leaf:
@@ -264,7 +272,7 @@ class NnxModel:
             result = function(model, batch)
         after = self.definition.values(model)
         leaves = self.definition.leaves
-        changed = [leaf for leaf in leaves if after[leaf.path] is not before[leaf.path]]
+        changed = [leaf for leaf in leaves if not _is_same(after[leaf.path], before[leaf.path])]
         self._check_kept([leaf for leaf in changed if leaf.parameter], function, variables, batch)
         # What was left alone stays the very number that it was, and need not be handed on.
         numbers = {leaf: leaf.of(variables) for leaf in leaves if not leaf.parameter}
@@ -293,8 +301,9 @@ class NnxModel:
         flat, tree = jax.tree.flatten(variables)
         position = jax.tree.unflatten(tree, range(len(flat)))
         kept = forwarded(parameters, (variables, batch))
-        for leaf, source in zip(leaves, kept, strict=True):
-            if source != leaf.of(position):
+        expected = [(leaf, at) for leaf in leaves for at in jax.tree.leaves(leaf.of(position))]
+        for (leaf, at), source in zip(expected, kept, strict=True):
+            if source != at:
                 raise UsageError(
                     "The optimizer alone may change an nnx.Param. Got a function that assigns "
                     f"{scope_name(leaf.path)}: make it a variable of another type."

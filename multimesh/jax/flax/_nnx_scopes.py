@@ -8,7 +8,7 @@ nest as calls do.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,9 @@ Paths = tuple[Path, ...]
 # Where a module notes its paths. `nnx.remat`, `nnx.jit` and the like take modules apart and build
 # new ones: an attribute goes with them, an identity would not.
 _PATHS = "_multimesh_paths"
+
+# It takes each attribute for a variable of the Linen module that it wraps.
+_UNMARKED = (nnx.bridge.ToNNX,)
 
 # Their attributes are their elements, and they compute nothing.
 _CONTAINERS = (nnx.List, nnx.Dict)
@@ -49,14 +52,19 @@ def module_scopes(model: nnx.Module) -> Iterator[None]:
         if not isinstance(module, _CONTAINERS)
     }
     shared = {paths[0]: tuple(paths) for paths in nnx.find_duplicates(model, only=nnx.Module)}
+    unmarked: dict[int, Paths] = {}
     for path, module in modules.items():
-        object.__setattr__(module, _PATHS, shared.get(path, (path,)))
+        paths = shared.get(path, (path,))
+        if isinstance(module, _UNMARKED):
+            unmarked[id(module)] = paths
+        else:
+            object.__setattr__(module, _PATHS, paths)
     calls: list[Paths] = [((),)]
     with contextlib.ExitStack() as restore:
         for owner in _classes(modules.values()):
             for name, method in list(vars(owner).items()):
                 if _is_method(name, method):
-                    setattr(owner, name, _in_scope(method, calls))
+                    setattr(owner, name, _in_scope(method, calls, unmarked))
                     restore.callback(setattr, owner, name, method)
         yield
 
@@ -79,13 +87,19 @@ def _is_method(name: str, value: Any) -> bool:
     )
 
 
-def _in_scope(method: Any, calls: list[Paths]) -> Callable:
-    """Wraps a method; `calls` has the paths of each module that is being called."""
+def _in_scope(method: Any, calls: list[Paths], unmarked: Mapping[int, Paths]) -> Callable:
+    """Wraps a method.
+
+    Args:
+      method: The method.
+      calls: The paths of each module that is being called.
+      unmarked: By identity, the paths of modules that cannot note them.
+    """
 
     @functools.wraps(method)
     def call(module, *args, **kwargs):
         bound = method.__get__(module, type(module))
-        paths = getattr(module, _PATHS, None)
+        paths = getattr(module, _PATHS, unmarked.get(id(module)))
         # A module that is made during the call has no path; one of its own methods adds nothing.
         if paths is None or paths == calls[-1]:
             return bound(*args, **kwargs)

@@ -251,7 +251,10 @@ def parallelize_step(
 
 def _check_arguments(optimizer, loss_fn, init_fn, reduction, donate) -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise UsageError(f"optimizer must be an optax gradient transformation. Got {optimizer!r}.")
+        raise UsageError(
+            "optimizer must be an optax gradient transformation, such as optax.adam(1e-3). "
+            f"Got {optimizer!r:.60}."
+        )
     for name, function in (("loss_fn", loss_fn), ("init_fn", init_fn)):
         if function is not None and not callable(function):
             raise UsageError(f"{name} must be a function or None. Got {function!r}.")
