@@ -53,6 +53,7 @@ def test_microbatches_are_as_equal_as_can_be():
     assert step_fn.plan.sizes == (4, 2, 2, 2)
 
 
+@pytest.mark.mpi(ranks=2)
 def test_another_sequence_length():
     case = cases.CASES["encoder_decoder_2"]
     batches = [case.make_batch(8, seed) for seed in range(3)]

@@ -111,6 +111,7 @@ def test_transforms_inside_a_stage(name, microbatches):
     check(lambda rngs: TRANSFORMS[name](2, rngs=rngs), 8, microbatches)
 
 
+@pytest.mark.mpi(ranks=(4,))
 def test_a_transformer_with_tied_embedding_and_logical_axes():
     first, last = cases.wide(2, (2, 2)).meshes()
     clear_tasks()
