@@ -104,8 +104,10 @@ def test_steps_that_are_not_finite_are_skipped():
         optax.contrib.prodigy(1.0, **EPS),
         optax.contrib.mechanize(optax.sgd(0.1)),
         optax.chain(optax.zero_nans(), optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, 1, accumulation_size=2)),
+        optax.polyak_sgd(0.1),
     ],
-    ids=["schedule_free", "prodigy", "mechanize", "clipped by unit"],
+    ids=["schedule_free", "prodigy", "mechanize", "clipped by unit", "plateau", "polyak"],
 )
 def test_other_optimizers(optimizer):
     _check(optimizer)

@@ -118,7 +118,8 @@ def _plain_step(case, state, batch):
         return _quotient(loss), {name: _quotient(metric) for name, metric in metrics.items()}
 
     (loss, metrics), grads = jax.value_and_grad(value, has_aux=True)(state.params)
-    updates, opt_state = case.optimizer.update(grads, state.opt_state, state.params)
+    optimizer = optax.with_extra_args_support(case.optimizer)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
     params = optax.apply_updates(state.params, updates)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return ((loss, metrics) if case.has_aux else loss), state

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax.training.train_state import TrainState
 
 from multimesh.errors import UsageError
@@ -148,7 +149,19 @@ def train(
         gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
     gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
     aux = {name: finish(metric) for name, metric in metrics.items()}
-    state = state.apply_gradients(grads=gradients)
+    loss = finish(parts)
+    state = _apply_gradients(state, gradients, loss)
     if updates:
         state = state.replace(collections=updates)
-    return (finish(parts), aux), state
+    return (loss, aux), state
+
+
+def _apply_gradients(state: TrainState, gradients: Any, loss: jax.Array) -> TrainState:
+    """`state.apply_gradients`, but optimizers that look at the loss (`value=`) are given it."""
+    optimizer = optax.with_extra_args_support(state.tx)
+
+    def update(updates, opt_state, params):
+        return optimizer.update(updates, opt_state, params, value=loss)
+
+    told = state.replace(tx=optax.GradientTransformation(optimizer.init, update))
+    return told.apply_gradients(grads=gradients).replace(tx=state.tx)
