@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from multimesh.checkpoint.shards import OwnShards, write
+from multimesh.checkpoint.shards import OwnShards, read, write
 from multimesh.state import without_shards
 from multimesh.transport import Layout
 from multimesh.transport.keys import data_layout, is_key, key_wrapper
@@ -69,24 +69,20 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
         """
         layouts = [Layout(arg.global_shape, arg.dtype, arg.sharding) for arg in args]
         here = [i for i, layout in enumerate(layouts) if layout.sharding.addressable_devices]
-        read = super().deserialize
-        # All are waited for, though one is damaged: nothing may go on reading when this has failed.
-        results = await asyncio.gather(
-            *(read([infos[i]], [_restore_args(data_layout(layouts[i]))]) for i in here),
-            return_exceptions=True,
-        )
-        present = {}
-        for i, result in zip(here, results, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            (present[i],) = result
+        arrays = read([infos[i] for i in here], [data_layout(layouts[i]) for i in here])
+        present = dict(zip(here, arrays, strict=True))
         return [_array(layout, present.get(i)) for i, layout in enumerate(layouts)]
 
-
-def _restore_args(layout: Layout) -> ocp.ArrayRestoreArgs:
-    return ocp.ArrayRestoreArgs(
-        sharding=layout.sharding, global_shape=layout.shape, dtype=layout.dtype
-    )
+    async def metadata(self, infos) -> Sequence[Any]:
+        """Reads the shape and dtype of each array; waits for all, though one may be damaged."""
+        read = super().metadata
+        results = await asyncio.gather(*(read([info]) for info in infos), return_exceptions=True)
+        all_metadata = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            all_metadata += result
+        return all_metadata
 
 
 def _array(layout: Layout, data: jax.Array | None) -> jax.Array:

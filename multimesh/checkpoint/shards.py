@@ -1,10 +1,10 @@
-"""Writes the shards of a state that one rank is the first to hold, in Orbax's format.
+"""Writes the shards of a state that one rank is the first to hold, and reads those it needs.
 
-Orbax keeps one key-value store for each process, and merges them when all are written. Nothing
-here waits for another rank or calls MPI, so that it can run in a thread.
+The format is Orbax's, which keeps one key-value store for each process, and merges them when all
+are written. Nothing here waits for another rank or calls MPI, so that it can run in a thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import tensorstore
 from multimesh.transport import Layout
 from multimesh.transport.keys import data_layout, is_key
 
-__all__ = ["OwnShards", "write"]
+__all__ = ["OwnShards", "read", "write"]
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,53 @@ async def write(state: Mapping[str, OwnShards], folder: Path) -> None:
         for index, numbers in array.pieces:
             await store[index].write(numbers, can_reference_source_data_indefinitely=True)
     await transaction.commit_async()
+
+
+def read(
+    infos: Sequence[ocp.type_handlers.ParamInfo], layouts: Sequence[Layout]
+) -> list[jax.Array]:
+    """Reads the shards on this rank's devices.
+
+    Args:
+      infos: Where Orbax has each array.
+      layouts: How each is to lie; random keys as the integers inside them.
+
+    Returns:
+      The arrays.
+
+    Raises:
+      ValueError: A file is damaged.
+    """
+    stores = _results([_open(info) for info in infos])
+    places = [layout.sharding.addressable_devices_indices_map(layout.shape) for layout in layouts]
+    # What several devices hold is read once.
+    wanted = {
+        (position, str(index)): stores[position][index]
+        for position, indices in enumerate(places)
+        for index in indices.values()
+    }
+    numbers = dict(zip(wanted, _results([part.read() for part in wanted.values()]), strict=True))
+    arrays = []
+    for position, (layout, indices) in enumerate(zip(layouts, places, strict=True)):
+        # Copies: a CPU device may use host memory in place, and each must have some of its own.
+        parts = [
+            jax.device_put(np.array(numbers[position, str(index)]), device)
+            for device, index in indices.items()
+        ]
+        arrays.append(
+            jax.make_array_from_single_device_arrays(layout.shape, layout.sharding, parts)
+        )
+    return arrays
+
+
+def _open(info) -> tensorstore.Future:
+    spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=bool(info.is_ocdbt_checkpoint))
+    return tensorstore.open(tensorstore.Spec(spec), open=True, context=info.ts_context)
+
+
+def _results(futures: Sequence[tensorstore.Future]) -> list:
+    """Waits for all, though one may fail early: nothing must go on reading afterwards."""
+    for error in [future.exception() for future in futures]:
+        if error is not None:
+            raise error
+    return [future.result() for future in futures]
