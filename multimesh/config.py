@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 from multimesh.errors import StartupError
 
-__all__ = ["Config", "read_config"]
+__all__ = ["LONGEST", "Config", "read_config"]
+
+# Seconds: eleven days. Milliseconds of some 24 no longer fit into what operating systems wait for.
+LONGEST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def _positive(environ, name, kind, default):
         raise StartupError(
             f"{name} must be a positive {kind.__name__}. Got {text!r}; unset it or correct it."
         ) from exc
-    if value <= 0:
-        raise StartupError(f"{name} must be positive. Got {text!r}; unset it or correct it.")
+    if not 0 < value <= LONGEST:
+        raise StartupError(
+            f"{name} must be positive, and at most {LONGEST}. Got {text!r}; unset it or correct it."
+        )
     return value

@@ -20,6 +20,7 @@ from multimesh.pytest_plugin import reports
 from multimesh.pytest_plugin.job import Order
 from multimesh.pytest_plugin.meeting import Meeting, Outcome
 from multimesh.pytest_plugin.needs import needs_of, time_limit
+from multimesh.pytest_plugin.subtests import Subtests
 from multimesh.pytest_plugin.watchdog import Watchdog
 
 __all__ = ["JobRank", "PlacedRank", "prepare_options"]
@@ -53,6 +54,9 @@ class Rank:
         self._rank = launcher.rank
         self._launcher_size = launcher.size
         self._meets = False
+        self._follows = False  # it ends its session because another rank has
+        self._subtests = Subtests()
+        config.pluginmanager.register(self._subtests, "multimesh-subtests")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session):
@@ -85,6 +89,10 @@ class Rank:
     def pytest_runtest_makereport(self, item, call):
         """Agrees with the other ranks on how a phase of a test went."""
         report = yield
+        if self._subtests.is_test_running:
+            return report
+        if report.when == "call":
+            self._subtests.add_to(report)
         self._note(report)
         if not self._meets:
             return report
@@ -95,7 +103,8 @@ class Rank:
         return agreed
 
     def _agree(self, report):
-        outcome = Outcome.FAILED if report.failed else Outcome.FINE
+        outcome = Outcome.EXPECTED if reports.has_raised(report) else Outcome.FINE
+        outcome = Outcome.FAILED if report.failed else outcome
         limit = _FAILED_WAITS if reports.has_raised(report) else None
         outcomes = self._meeting.hold(outcome, limit)
         if outcomes is None:
@@ -103,8 +112,9 @@ class Rank:
             raise AssertionError("the process has ended")
         if Outcome.LEAVING in outcomes:
             leaving = outcomes.index(Outcome.LEAVING)
+            self._follows = True
             pytest.exit(f"rank {leaving} has ended its session", returncode=1)
-        if Outcome.FAILED in outcomes:
+        if Outcome.FAILED in outcomes or Outcome.EXPECTED in outcomes:
             return self._share(report, outcomes)
         return report
 
@@ -112,7 +122,7 @@ class Rank:
         """Keeps a phase's report before the others are waited for."""
 
     def _share(self, report, outcomes):
-        """The report to go on with after a phase that failed on some rank, here or elsewhere."""
+        """The report to go on with after a phase that raised on some rank, here or elsewhere."""
         raise NotImplementedError
 
     def _give_up(self, report):
@@ -144,6 +154,13 @@ class JobRank(Rank):
         others = [item for item in items if item not in ordered]
         config.hook.pytest_deselected(items=others)
         items[:] = ordered
+
+    def pytest_keyboard_interrupt(self, excinfo):
+        """Tells of a `pytest.exit`, and takes the other ranks along."""
+        if isinstance(excinfo.value, pytest.exit.Exception) and not self._follows:
+            self._write("exit", excinfo.value.msg, code=excinfo.value.returncode)
+            if self._meets and self._meeting.hold(Outcome.LEAVING, _FAILED_WAITS) is None:
+                failure.leave(1)  # the others wait in the test
 
     def pytest_collectreport(self, report):
         """Tells of files that cannot be imported here."""
@@ -178,7 +195,7 @@ class JobRank(Rank):
         self._write("report", report.nodeid, report=reports.to_json(self._config, report))
 
     def _share(self, report, outcomes):
-        if report.failed:
+        if report.failed or Outcome.FAILED not in outcomes:
             return report
         # Its own report is written; this one only makes pytest go on as on the failed rank.
         report.outcome = "failed"

@@ -103,6 +103,7 @@ class RankLog:
       missing: Ordered node ids that it did not find.
       events: Everything that concerns a test: node id -> lines of reports.
       imports: How files failed that it could not import.
+      exits: The reason and the code of each `pytest.exit`.
     """
 
     path: str
@@ -112,6 +113,7 @@ class RankLog:
     missing: set[str] = field(default_factory=set)
     events: dict[str, list[str]] = field(default_factory=dict)
     imports: list[str] = field(default_factory=list)
+    exits: list[tuple[str, int | None]] = field(default_factory=list)
     _position: int = 0
 
     def read(self):
@@ -125,7 +127,7 @@ class RankLog:
         for line in whole.splitlines():
             self._hear(**json.loads(line))
 
-    def _hear(self, kind, value, report=""):
+    def _hear(self, kind, value, report="", code=None):
         match kind:
             case "host":
                 self.place += f" on {value}"
@@ -139,6 +141,8 @@ class RankLog:
                 self.missing.add(value)
             case "import":
                 self.imports.append(value)
+            case "exit":
+                self.exits.append((value, code))
 
 
 class Job:

@@ -14,6 +14,7 @@ class Outcome(enum.IntEnum):
     FINE = 0
     FAILED = 1
     LEAVING = 2  # the rank runs no more tests
+    EXPECTED = 3  # it has failed as it should (xfail)
 
 
 class Meeting:

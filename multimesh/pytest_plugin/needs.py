@@ -49,8 +49,12 @@ def needs_of(item) -> Needs | None:
         raise pytest.UsageError(str(error)) from None
     ranks = arguments.get("ranks")
     if not isinstance(ranks, int):
-        # A sequence is only left where pytest does not parametrize, as in unittest's classes.
-        raise pytest.UsageError(f"{item.nodeid}: mpi needs a number of ranks. Got ranks={ranks!r}.")
+        # A sequence is left where nothing makes a test of each: in unittest's classes, and in the
+        # mark of a parameter.
+        raise pytest.UsageError(
+            f"{item.nodeid}: mpi needs a number of ranks here. Got ranks={ranks!r}. Only the mark "
+            "of a function, a class or a module takes several numbers."
+        )
     timeout = arguments.get("timeout", time_limit(item.config))
     return Needs(ranks, float(timeout), tuple(sorted(arguments.get("env", {}).items())))
 

@@ -72,6 +72,10 @@ class Outer:
         job = self._job
         self._unrun[key].remove(item)
         is_done = job.wait_for(item.nodeid)
+        for log in job.logs:
+            for reason, code in log.exits:
+                self._close_job()
+                pytest.exit(reason, code)  # here too, as a test without ranks would
         problem = _problem(item, job, is_done)
         if problem is not None and not job.has_started_a_test:
             self._hopeless[key] = problem

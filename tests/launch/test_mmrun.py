@@ -215,7 +215,8 @@ def test_stopping_mmrun_leaves_nothing_behind(start_mmrun, write, tmp_path):
     [
         (["-n", "0", "x"], "must be a whole number, 1 or more. Got '0'"),
         (["-n", "x", "x"], "must be a whole number, 1 or more. Got 'x'"),
-        (["--grace", "no", "x"], "must be a positive number of seconds. Got 'no'"),
+        (["--grace", "no", "x"], "must be a positive number of seconds, at most 1000000. Got 'no'"),
+        (["--start-timeout", "1e9", "x"], "at most 1000000. Got '1e9'"),
         (["-n", "2", "--hosts", "", PYTHON, "-c", "1"], "Expected hosts like"),
         (["-n", "2", os.devnull], "is not executable"),
         (["-n", "2", os.curdir], "is a folder"),

@@ -15,6 +15,11 @@ def test_rank_0_reports_for_all(write, run_in_place):
             assert comm.rank == 0, "only here"
 
         @two_ranks
+        @pytest.mark.xfail
+        def test_expected_to_fail_on_one():
+            assert comm.rank == 0
+
+        @two_ranks
         @pytest.mark.skipif(comm.rank == 1, reason="not here")
         def test_skipped_on_one():
             pass
@@ -29,7 +34,7 @@ def test_rank_0_reports_for_all(write, run_in_place):
     """)
     ended = run_in_place(2, "-rs")
     assert ended.code == 1
-    assert ended.counts == {"passed": 3, "failed": 1, "skipped": 2}
+    assert ended.counts == {"passed": 3, "failed": 1, "skipped": 2, "xfailed": 1}
     assert len(re.findall("test session starts", ended.output)) == 1
     shown = ended.failure("test_fails_on_one")
     assert re.match(r"-+ rank 1 of 2 on \S+ -+\n", shown)

@@ -36,6 +36,11 @@ OUTCOMES = """
         assert comm.rank == 5
 
     @two_ranks
+    @pytest.mark.xfail
+    def test_expected_to_fail_on_one():
+        assert comm.rank == 0
+
+    @two_ranks
     @pytest.mark.skip(reason="not today")
     def test_skipped():
         pass
@@ -65,7 +70,7 @@ OUTCOMES = """
 def test_every_outcome(write, run_pytest):
     write(OUTCOMES)
     ended = run_pytest("-rfs", "--durations=3", "-vv", "--durations-min=0")
-    assert ended.counts == {"passed": 6, "failed": 2, "skipped": 1, "xfailed": 1, "error": 1}
+    assert ended.counts == {"passed": 6, "failed": 2, "skipped": 1, "xfailed": 2, "error": 1}
     assert ended.code == pytest.ExitCode.TESTS_FAILED
 
     one = ended.failure("test_fails_on_one")
@@ -83,6 +88,61 @@ def test_every_outcome(write, run_pytest):
     assert re.search(r"SKIPPED \[1\] test_it.py:\d+: not today", ended.output)
     assert re.search(r"[\d.]+s call +test_it.py::", ended.output)
     assert "test_it.py::TestInClass::test_parameter[c::d] PASSED" in ended.output
+
+
+SUBTESTS = """
+    import unittest
+
+    @two_ranks
+    def test_all_pass(subtests):
+        for number in range(comm.rank + 1):
+            with subtests.test(number=number):
+                assert number < 2
+
+    @two_ranks
+    def test_one_fails(subtests):
+        for number in range(3):
+            with subtests.test("sub", number=number):
+                assert number != comm.rank + 1
+        comm.barrier()
+
+    @two_ranks
+    def test_one_fails_on_one(subtests):
+        with subtests.test(rank=comm.rank):
+            assert comm.rank == 0
+
+    class TestUnit(unittest.TestCase):
+        @two_ranks
+        def test_one_fails(self):
+            with self.subTest(rank=comm.rank):
+                self.assertEqual(comm.rank, 1)
+"""
+
+
+def test_a_failed_subtest_fails_its_test(write, run_pytest):
+    write(SUBTESTS)
+    ended = run_pytest()
+    assert ended.counts == {"passed": 1, "failed": 3}
+    both = ended.failure("test_one_fails")
+    assert "test_one_fails [sub] (number=1)" in both and "test_one_fails [sub] (number=2)" in both
+    assert "(rank=1)" in ended.failure("test_one_fails_on_one")
+
+
+def test_an_exit_on_one_rank_ends_the_session(write, run_pytest):
+    write("""
+        @two_ranks
+        def test_leaves():
+            if comm.rank == 1:
+                pytest.exit("enough", 5)
+            comm.barrier()
+
+        @two_ranks
+        def test_after():
+            pass
+    """)
+    ended = run_pytest()
+    assert ended.code == 5
+    assert "Exit: enough" in ended.output and "passed" not in ended.output
 
 
 def test_a_rank_that_fails_or_dies_while_others_wait(write, run_pytest):

@@ -64,7 +64,7 @@ def test_a_mark_without_ranks(write, run_pytest):
     """)
     ended = run_pytest("--collect-only")
     assert ended.code == pytest.ExitCode.USAGE_ERROR
-    assert "test_it.py::test_it: mpi needs a number of ranks. Got ranks=None" in ended.output
+    assert "test_it.py::test_it: mpi needs a number of ranks here. Got ranks=None" in ended.output
 
 
 def test_a_wrong_setting_is_named(write, run_pytest):

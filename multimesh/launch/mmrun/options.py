@@ -1,9 +1,10 @@
 """mmrun's command line: `mmrun [options] PROGRAM ARGS...`, parsed by argparse into data."""
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from multimesh.config import LONGEST
 
 __all__ = ["Options", "parse_options"]
 
@@ -172,9 +173,8 @@ def _rank(text):
 
 
 def _seconds(text):
-    return _number(
-        text, float, lambda number: 0 < number < math.inf, "a positive number of seconds"
-    )
+    expected = f"a positive number of seconds, at most {LONGEST}"
+    return _number(text, float, lambda number: 0 < number <= LONGEST, expected)
 
 
 def _number(text, kind, is_valid, expected):
