@@ -54,8 +54,9 @@ STEPS = """
 
     case = cases.echo([4, 4])
     step, state, _ = cases.build(case, cases.apart(2, total=2), 2, 2)
-    for number in range(3):
-        if number == 1 and jax.process_index() == 1:
+    for number in range(5):
+        # In the first three steps the ranks meet to compare their batches.
+        if number == 3 and jax.process_index() == 1:
             {ending}
         loss, state = step(state, case.make_batch(2, 0))
         jax.block_until_ready(loss)
@@ -124,7 +125,7 @@ def test_a_rank_that_ended_early_is_named_at_once(mmrun, write):
     check_report(
         ended,
         [
-            r"Rank 1 ended its program with exit code 0 after 1 steps, but rank 0, after 2, waits",
+            r"Rank 1 ended its program with exit code 0 after 3 steps, but rank 0, after 4, waits",
             r"waits for it to (send|receive) .*last instruction that this rank finished: \w+ \w+",
             r"mmrun: rank 1 on \S+ ended with exit code 0",
         ],
@@ -137,9 +138,9 @@ def test_a_step_that_hangs_tells_its_instruction(mmrun, write):
     check_report(
         ended,
         [
-            r"rank 0 on \S+: in step 2, take .*, microbatch 0: waits \d\.\d s for rank 1 to send "
+            r"rank 0 on \S+: in step 4, take .*, microbatch 0: waits \d\.\d s for rank 1 to send "
             r"microbatch 0 of .* to rank 0; the last instruction that it finished: \w+ .*",
-            r"rank 1 on \S+: outside a step, 1 steps done: script.py:\d+: MPI.COMM_WORLD.recv",
+            r"rank 1 on \S+: outside a step, 3 steps done: script.py:\d+: MPI.COMM_WORLD.recv",
             r"Thread MainThread:\n.*script.py.*, in <module>\n.*MPI.COMM_WORLD.recv\(source=0\)",
         ],
     )
