@@ -81,7 +81,7 @@ def _check_dropout(layout, rows, microbatches):
 
 @pytest.mark.parametrize(
     ("layout", "rows", "microbatches"),
-    [("apart", 10, 4), ("wide", 8, 1)],
+    [("apart", 10, 4), ("wide", 8, 1), ("wide", 8, 4)],
 )
 def test_batch_norm(layout, rows, microbatches):
     model = sequential.Layers(2, dropout=True, norm=True)
