@@ -92,13 +92,13 @@ class Checkpoints:
           SaveError: This or the save before could not be written.
         """
         self.wait()
-        step = _as_step(step)
         text = _as_json(extra)
         given = {"step": repr(step), "extra": text, **_check_leaves(state), **_places_of(state)}
         _check_numbers(state)
         compare(self._group, given, "Give every rank the same arguments.")
-        _on_first_rank(self._group, lambda: self._check_step(step))
-        self._manager.save(step, state, {"extra": json.loads(text)})
+        number = _as_step(step)
+        _on_first_rank(self._group, lambda: self._check_step(number))
+        self._manager.save(number, state, {"extra": json.loads(text)})
         if not self._asynchronous:
             self.wait()
 
