@@ -5,15 +5,19 @@ of mpi4py's, and never moves.
 """
 
 import dis
+import faulthandler
 import functools
 import os
 import re
 import sys
 import sysconfig
+import tempfile
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
+from typing import NamedTuple
 
 __all__ = ["OWN_THREADS", "Position", "main_position", "main_stack", "stacks"]
 
@@ -25,6 +29,9 @@ _MPI_WAIT = re.compile(
     "|scatterv?|alltoall[vw]?|(all)?reduce|reduce_scatter(_block)?|(ex)?scan|dup",
     re.IGNORECASE,
 )
+# What faulthandler writes.
+_THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
+_CALL = re.compile(r'  File "(.*)", line (\S+) in (.*)')
 _LIBRARIES = tuple(
     os.path.join(path, "")
     for path in (
@@ -53,53 +60,76 @@ def main_position() -> Position:
     """Where the main thread is now. Threads that keep the process alive count for its mark."""
     main = threading.main_thread()
     innermost = sys._current_frames()[main.ident or 0]
-    others = (t for t in threading.enumerate() if t is not main and not t.daemon)
-    method = _called_method(innermost.f_code, innermost.f_lasti)
+    instruction = innermost.f_code, innermost.f_lasti
+    method = _called_method(*instruction)
     is_mpi_wait = "mpi4py.MPI" in sys.modules and bool(_MPI_WAIT.fullmatch(method))
-    mark = hash((_chain(innermost), *(_chain(_innermost(thread)) for thread in others)))
-    return Position(mark, _describe(innermost), is_mpi_wait)
+    calls = _calls()
+    others = (t.ident for t in threading.enumerate() if t is not main and not t.daemon)
+    mark = hash((instruction, *(tuple(calls.get(each, ())) for each in (main.ident, *others))))
+    return Position(mark, _describe(calls.get(main.ident, [])), is_mpi_wait)
 
 
 def main_stack() -> str:
     """The stack of the main thread as in a traceback, from the user's program on."""
-    return _stack(threading.main_thread())
+    return _stack(_calls(), threading.main_thread())
 
 
 def stacks() -> str:
     """The stacks of all Python threads but those of this package, innermost call last."""
+    calls = _calls()
     return "".join(
-        f"Thread {thread.name}:\n{_stack(thread)}"
+        f"Thread {thread.name}:\n{_stack(calls, thread)}"
         for thread in threading.enumerate()
         if not thread.name.startswith(OWN_THREADS)
     )
 
 
-def _stack(thread):
-    stack = traceback.extract_stack(_innermost(thread))
+class _Call(NamedTuple):
+    """A call on a stack: where it has come to."""
+
+    filename: str
+    line: int
+    function: str
+
+
+def _calls() -> dict[int | None, list[_Call]]:
+    """The calls that each thread is in, innermost first, by the thread's identifier.
+
+    `faulthandler` reads all stacks at once. To follow `f_back` of another thread's frame takes many
+    steps of Python, between which that thread goes on; now and then CPython 3.11 then returned
+    something that was no frame.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    found: dict[int | None, list[_Call]] = {}
+    calls: list[_Call] = []
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            calls = found.setdefault(int(thread[1], 16), [])
+        elif call := _CALL.fullmatch(line):
+            filename, number, function = call.groups()
+            calls.append(_Call(filename, int(number) if number.isdecimal() else 0, function))
+    return found
+
+
+def _stack(calls: Mapping[int | None, list[_Call]], thread: threading.Thread) -> str:
+    stack = calls.get(thread.ident, [])[::-1]
     own = [place for place, call in enumerate(stack) if not _is_library(call.filename)]
-    return "".join(traceback.format_list(stack[own[0] if own else 0 :]))
+    shown = [_summary(call) for call in stack[own[0] if own else 0 :]]
+    return "".join(traceback.format_list(shown))
 
 
-def _innermost(thread: threading.Thread) -> FrameType | None:
-    """The frame of the call that a thread is in; None if it has just ended."""
-    return sys._current_frames().get(thread.ident or 0)
+def _summary(call: _Call) -> traceback.FrameSummary:
+    return traceback.FrameSummary(call.filename, call.line, call.function)
 
 
-def _chain(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    """Every call on a stack, by its code and the instruction that it has come to."""
-    chain = []
-    while frame is not None:
-        chain.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return tuple(chain)
-
-
-def _describe(innermost: FrameType) -> str:
-    frame: FrameType | None = innermost
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
-    summary = traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+def _describe(calls: Sequence[_Call]) -> str:
+    own = [call for call in calls if not _is_library(call.filename)]
+    if not calls:
+        return "nowhere in Python"
+    summary = _summary((own or calls)[0])
     return f"{os.path.basename(summary.filename)}:{summary.lineno}: {summary.line or summary.name}"
 
 
