@@ -26,8 +26,19 @@ nothing of one another (tests/test_layers.py). Importing this module imports no 
 PYTEST_DONT_REWRITE: pytest would warn that mmrun has imported this module before it could.
 """
 
-from multimesh.launch import init, preempted
+TYPE_CHECKING = False  # type checkers know better
+if TYPE_CHECKING:
+    from multimesh.launch import init, preempted
 
 __all__ = ["__version__", "init", "preempted"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    # When it is used: mmrun, which is in this package too, shall not wait for what ranks need.
+    if name in ("init", "preempted"):
+        from multimesh import launch
+
+        return getattr(launch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,18 @@ A rank also works without mmrun: under bare `mpirun` only the `startup` part exi
 imports JAX or MPI before `init` is called.
 """
 
-from multimesh.launch.preemption import preempted
-from multimesh.launch.startup import init, require_init
+TYPE_CHECKING = False  # type checkers know better
+if TYPE_CHECKING:
+    from multimesh.launch.preemption import preempted
+    from multimesh.launch.startup import init, require_init
 
 __all__ = ["init", "preempted", "require_init"]
+
+
+def __getattr__(name: str):
+    # When it is used, as in the package above.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from multimesh.launch import preemption, startup
+
+    return getattr(preemption if name == "preempted" else startup, name)

@@ -1,5 +1,6 @@
 """The command `mmrun`: the process outside, which starts a job, follows it and reports its end.
 
+    probe               asks this interpreter which MPI it loads, before anything else
     cli -> options      the command line as data
         -> command      what to run in each rank
         -> library      which MPI mpi4py will load, and its mpiexec
@@ -17,6 +18,33 @@
 It manages no processes: the MPI's own mpiexec, or srun, starts the ranks.
 """
 
-from multimesh.launch.mmrun.cli import main
+import os
+import sys
+
+from multimesh.launch.mmrun.probe import Probe
 
 __all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+      arguments: The command line without the command's name; by default the process's own.
+
+    Returns:
+      The exit code: that of the first rank that failed, or 0.
+    """
+    _open_closed_streams()
+    probe = Probe(sys.executable)
+    # Imported while it thinks.
+    from multimesh.launch.mmrun.cli import run
+
+    return run(arguments, probe)
+
+
+def _open_closed_streams():
+    """Gives each standard stream that is closed a place: a socket must not get its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)

@@ -19,8 +19,9 @@ from multimesh.errors import StartupError
 from multimesh.launch.mmrun import slurm
 from multimesh.launch.mmrun.backends import mpich, openmpi, srun
 from multimesh.launch.mmrun.hosts import fill, is_here, parse_hosts, read_hostfile
-from multimesh.launch.mmrun.library import MPI, with_home
+from multimesh.launch.mmrun.library import MPI
 from multimesh.launch.mmrun.options import Options
+from multimesh.launch.mmrun.probe import with_home
 
 __all__ = ["Launch", "choose"]
 

@@ -12,8 +12,9 @@ from multimesh.launch.environment import Launcher, detect_launcher
 from multimesh.launch.mmrun.command import Program, has_input, parse_program
 from multimesh.launch.mmrun.library import Question
 from multimesh.launch.mmrun.options import Options, parse_options
+from multimesh.launch.mmrun.probe import Probe
 
-__all__ = ["main"]
+__all__ = ["run"]
 
 _USAGE_ERROR = 2
 _OUTPUT_CLOSED = 128 + signal.SIGPIPE
@@ -25,16 +26,23 @@ _VARIABLES = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def run(arguments: list[str] | None, probe: Probe) -> int:
     """Runs the command.
 
     Args:
       arguments: The command line without the command's name; by default the process's own.
+      probe: This interpreter, asked which MPI it loads.
 
     Returns:
       The exit code: that of the first rank that failed, or 0.
     """
-    _open_closed_streams()
+    try:
+        return _run(arguments, probe)
+    finally:
+        probe.drop()  # if nobody has read its answer
+
+
+def _run(arguments: list[str] | None, probe: Probe) -> int:
     options = parse_options(arguments)
     if options.doctor:
         from multimesh.launch.mmrun.doctor import run_doctor  # no other command needs it
@@ -45,15 +53,15 @@ def main(arguments: list[str] | None = None) -> int:
         environ = _rank_environment(options)
         launcher = detect_launcher()
         if launcher is not None and launcher.size != 1:
-            return _run_in_place(options, program, launcher, environ)
-        return _launch(options, program, environ)
+            return _run_in_place(options, program, launcher, environ, probe)
+        return _launch(options, program, environ, probe)
     except StartupError as error:
         _say(str(error))
         return _USAGE_ERROR
 
 
-def _launch(options: Options, program: Program, environ: dict[str, str]) -> int:
-    question = Question(program.interpreter)
+def _launch(options: Options, program: Program, environ: dict[str, str], probe: Probe) -> int:
+    question = Question(program.interpreter, probe)
     # Imported while that interpreter thinks: these take as long, and everyone waits for a start.
     from multimesh.launch.mmrun.choice import choose
     from multimesh.launch.mmrun.start import start
@@ -71,7 +79,9 @@ def _launch(options: Options, program: Program, environ: dict[str, str]) -> int:
         return 1
 
 
-def _run_in_place(options: Options, program: Program, launcher: Launcher, environ) -> int:
+def _run_in_place(
+    options: Options, program: Program, launcher: Launcher, environ, probe: Probe
+) -> int:
     """Becomes the program: another launcher has already started the ranks."""
     if options.ranks and launcher.size and options.ranks != launcher.size:
         raise StartupError(
@@ -87,6 +97,7 @@ def _run_in_place(options: Options, program: Program, launcher: Launcher, enviro
     if not program.is_python:
         # An mmrun around this rank has seen Python start; the end of it, it will not see.
         wire.notify(wire.Kind.FINISHED)
+    probe.drop()
     os.execvpe(command[0], command, environ)
 
 
@@ -99,13 +110,6 @@ def _rank_environment(options: Options) -> dict[str, str]:
     if options.stacks:
         environ["MULTIMESH_STACKS"] = "1"
     return environ
-
-
-def _open_closed_streams():
-    """Gives each standard stream that is closed a place: a socket must not get its number."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
 
 
 def _show(reason, command, environ) -> int:

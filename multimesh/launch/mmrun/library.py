@@ -1,8 +1,8 @@
 """Which MPI mpi4py will load in the ranks, and the mpiexec that belongs to it.
 
 An mpiexec of another MPI than the library's starts N processes that each believe to be alone, so
-the library decides. mpi4py is asked in a short process of the interpreter that the ranks will
-use: it loads the library there without starting MPI, and here nothing is loaded.
+the library decides. mpi4py is asked in a short process of the interpreter that the ranks will use
+(`probe`): it loads the library there without starting MPI, and here nothing is loaded.
 """
 
 import os
@@ -10,24 +10,14 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh.errors import StartupError
+from multimesh.launch.mmrun.probe import Probe, start_quietly
 
-__all__ = ["MPI", "Question", "find_mpi", "with_home"]
-
-_PROBE = """
-import sys
-import mpi4py
-mpi4py.rc(initialize=False, finalize=False)
-from mpi4py import MPI
-print(MPI.Get_library_version().split("\\n")[0].strip("\\0"))
-with open("/proc/self/maps") as maps:
-    print(next((line.split()[-1] for line in maps if "/libmpi" in line), ""))
-print(sys.prefix)
-"""
+__all__ = ["MPI", "Question", "find_mpi"]
 
 # Kind of MPI: how its library's version starts, the names of its mpiexec from the surest to the
 # vaguest (several MPIs share the last ones), and what such an mpiexec says of itself.
@@ -84,10 +74,18 @@ def find_mpi(interpreter: str) -> MPI:
 class Question:
     """`find_mpi` in two halves: the interpreter thinks while the caller does something else."""
 
-    def __init__(self, interpreter: str):
-        """Asks an interpreter which MPI it loads."""
+    def __init__(self, interpreter: str, asked: Probe | None = None):
+        """Asks an interpreter which MPI it loads.
+
+        Args:
+          interpreter: The Python that will run the ranks.
+          asked: A Python that has been asked already: that one, perhaps.
+        """
         self._interpreter = interpreter
-        self._process = _start([interpreter, "-P", "-c", _PROBE])
+        if asked is not None and asked.interpreter != interpreter:
+            asked.drop()
+            asked = None
+        self._process = (asked or Probe(interpreter)).process
 
     def answer(self) -> MPI:
         """Waits for the answer, and finds the mpiexec that goes with it; see `find_mpi`."""
@@ -113,22 +111,11 @@ def _mpi_of(answer: str) -> MPI:
 
 def _find_mpiexec(version, library, names, sign):
     for candidate in _candidates(library, names):
-        if sign in _end(_start([candidate, "--version"]))[1]:
+        if sign in _end(start_quietly([candidate, "--version"]))[1]:
             return candidate
     raise StartupError(
         f"mpi4py loads {version!r} from {library}, but no mpiexec of it is beside the library or "
         "on PATH. Install the rest of that MPI, or have mpi4py load another (MPI4PY_LIBMPI)."
-    )
-
-
-def _start(command) -> subprocess.Popen:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=with_home(os.environ),
     )
 
 
@@ -145,12 +132,6 @@ def _end(process) -> tuple[int, str, str]:
                 "looks."
             ) from exc
     return process.returncode, output, errors
-
-
-def with_home(environ: Mapping[str, str]) -> dict[str, str]:
-    """Adds HOME where it is not set, as in some containers: Open MPI does nothing without it."""
-    home = os.path.expanduser("~")
-    return {"HOME": home if os.path.isabs(home) else "/"} | dict(environ)
 
 
 def _candidates(library: str, names: tuple[str, ...]) -> Iterator[str]:
