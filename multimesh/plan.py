@@ -122,7 +122,7 @@ def make_plan(
 
     Args:
       cut: The step.
-      schedule: Name of a schedule builder.
+      schedule: Name of a schedule builder, or a custom schedule as text.
       sizes: The rows of each microbatch in one share; by default one each.
       variants: The cuts for microbatches of other sizes than the first.
 
@@ -134,7 +134,7 @@ def make_plan(
     """
     flow = Flow(cut)
     graph = _task_graph(cut, flow)
-    order = build(graph, schedule)
+    order = build(graph, schedule, _aliases(cut))
     timeline = validate(graph, order)
     bundles = _bundles(cut, flow)
     sizes = tuple(sizes or (1,) * cut.step.microbatches)
@@ -222,6 +222,16 @@ def _task_graph(cut: CutStep, flow: Flow) -> TaskGraph:
     resources = tuple(frozenset(place.processes) for place in cut.submeshes)
     dependencies = tuple(Dependency(*edge) for edge in edges)
     return TaskGraph(tasks, dependencies, resources, cut.step.microbatches)
+
+
+def _aliases(cut: CutStep) -> dict[str, int]:
+    """The name of each registered task that only one task of the loop has a part of."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for index, task in enumerate(cut.tasks):
+        for node in task.nodes:
+            if task.section == "loop" and node.label is not None:
+                found[node.label.name].add(index)
+    return {name: next(iter(tasks)) for name, tasks in found.items() if len(tasks) == 1}
 
 
 # Relative costs: a backward pass is two products for each one of the forward pass.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from multimesh.schedule.graph import TaskGraph
 
-__all__ = ["Holders", "caps", "find_holders", "ranks", "send_windows"]
+__all__ = ["Holders", "caps", "feeding_the_loop", "find_holders", "ranks", "send_windows"]
 
 _BEFORE_LOOP, _PREFERRED, _OTHER, _AFTER_LOOP = range(4)
 
@@ -88,7 +88,7 @@ def ranks(graph: TaskGraph, prefer_backward: bool = True) -> tuple[int, ...]:
       Per task its class: work that the microbatch loop waits for, then the preferred phase, then
       the other one, then work that only waits for the loop.
     """
-    feeds_loop = _feeding_the_loop(graph)
+    feeds_loop = feeding_the_loop(graph)
     classes = []
     for index, task in enumerate(graph.tasks):
         preferred = task.backward if prefer_backward else task.forward
@@ -99,7 +99,8 @@ def ranks(graph: TaskGraph, prefer_backward: bool = True) -> tuple[int, ...]:
     return tuple(classes)
 
 
-def _feeding_the_loop(graph):
+def feeding_the_loop(graph: TaskGraph) -> set[int]:
+    """The tasks that a task of the microbatch loop waits for."""
     targets = _targets(graph)
     feeding: set[int] = set()
     for index in reversed(graph.topological_order()):

@@ -88,11 +88,11 @@ def test_a_schedule_for_other_submeshes_is_refused(graphs):
 
 
 def test_an_unknown_builder_lists_the_known_ones(graphs):
-    with pytest.raises(UsageError, match=re.escape("one of 1f1b, gpipe. Got '1b1f'")):
+    with pytest.raises(UsageError, match=re.escape("one of 1f1b, gpipe, wavefront. Got '1b1f'")):
         build(graphs.chain(2, 2), "1b1f")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "wavefront"])
 def test_text_round_trips(graphs, name):
     tasks = [ScheduledTask("F0", 1), ScheduledTask("U0.1", 1, repeats=False)]
     for graph in graphs.chain(3, 12), graphs.make(tasks, [("F0", "U0.1")]):
