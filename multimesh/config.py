@@ -4,6 +4,7 @@ MULTIMESH_DEVICES_PER_RANK   CPU devices each rank owns (set by `mmrun --devices
 MULTIMESH_STALL_TIMEOUT      seconds a rank waits for another before the job ends with a report
 MULTIMESH_STACKS             "1": that report shows the Python stacks of every rank
 MULTIMESH_START_TIMEOUT      seconds a rank waits for the others to start
+MULTIMESH_DUMP               a folder that each step writes its plan and programs to
 MULTIMESH_POISON             "1": fill receive buffers with NaNs before each use (for tests)
 """
 
@@ -27,6 +28,7 @@ class Config:
       stall_timeout: Seconds to wait for another rank.
       stacks: Whether the report of a stall shows every rank's Python stacks.
       start_timeout: Seconds to wait for the other ranks at start-up.
+      dump: A folder that each step writes its plan and programs to.
       poison: Whether to fill receive buffers with NaNs before each use.
     """
 
@@ -34,6 +36,7 @@ class Config:
     stall_timeout: float = 120.0
     stacks: bool = False
     start_timeout: float = 60.0
+    dump: str | None = None
     poison: bool = False
 
 
@@ -56,6 +59,7 @@ def read_config(environ=None) -> Config:
         stall_timeout=_positive(environ, "MULTIMESH_STALL_TIMEOUT", float, Config.stall_timeout),
         start_timeout=_positive(environ, "MULTIMESH_START_TIMEOUT", float, Config.start_timeout),
         stacks=_flag(environ, "MULTIMESH_STACKS"),
+        dump=environ.get("MULTIMESH_DUMP") or None,
         poison=_flag(environ, "MULTIMESH_POISON"),
     )
 

@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh.batch import PlacedBatch, Placer
+from multimesh.config import read_config
+from multimesh.dump import dump_step
 from multimesh.executor import Executor
 from multimesh.fingerprint import compare, describe_plan
 from multimesh.lowering import RankProgram, rank_program
@@ -50,7 +52,10 @@ def build_step(source: StepSource, context: Context) -> "Step":
         describe_plan(traced.plan),
         "The model, its options and everything it closes over must be equal on all ranks.",
     )
-    return Step(source, context, traced)
+    step = Step(source, context, traced)
+    if (folder := read_config().dump) is not None:
+        dump_step(folder, traced.plan, step.executor.compiled, context.group.rank)
+    return step
 
 
 class Step:
@@ -70,7 +75,7 @@ class Step:
         rank = context.group.rank
         cut = self.plan.cut
         state_leaves = traced.state_tree.num_leaves
-        donate = cut.step.arguments[:state_leaves] if source.donate else ()
+        donate = [cut.step.arguments[leaf] for leaf in sorted(traced.donated)]
         program = rank_program(self.plan, rank, self._donatable(donate))
         compiled = self._compile(program, rank)
         self.compile_count = len(compiled)

@@ -5,6 +5,7 @@
     wire                   the messages between the two
 
     startup                init: inside the user's program
+      -> request           what the program asks for
       -> environment       whether a launcher started several ranks
       -> failure           an uncaught exception on one rank ends the job
       -> joining           starts JAX alone, or on all ranks together

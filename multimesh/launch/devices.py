@@ -10,6 +10,7 @@ from multimesh import _compat
 from multimesh.config import read_config
 from multimesh.errors import StartupError
 from multimesh.launch.gpus import VisibleGpus, count_gpus, find_gpus, jax_can_use_gpus
+from multimesh.launch.request import Request
 
 __all__ = ["Devices", "configure_jax", "find_devices"]
 
@@ -29,11 +30,11 @@ class Devices:
     gpus_per_rank: int | None = None
 
 
-def find_devices(cpus: int | None, size: int) -> Devices:
+def find_devices(request: Request, size: int) -> Devices:
     """Divides the devices among the ranks, if it is not too late to ask for any.
 
     Args:
-      cpus: CPU devices in all, or None for the devices that JAX finds.
+      request: How many devices in all, or none for those that JAX finds.
       size: Number of ranks.
 
     Raises:
@@ -45,17 +46,27 @@ def find_devices(cpus: int | None, size: int) -> Devices:
             "before jax.devices(), before arrays are made, before anything is jitted."
         )
     override = read_config().devices_per_rank
-    if cpus is None:
-        gpus = _visible_gpus()
-        return Devices(gpus=gpus, gpus_per_rank=override) if gpus else Devices(cpus=override)
-    if override is not None:
-        return Devices(cpus=override)
-    if cpus % size:
+    if request.cpus is not None:
+        return Devices(cpus=override or _share("cpus", request.cpus, size))
+    gpus = _visible_gpus()
+    if request.gpus is not None:
+        if gpus is None:
+            raise StartupError(
+                f"gpus={request.gpus}, but JAX would use no GPU here: there is none, or JAX's CUDA "
+                "plug-in is not installed, or JAX_PLATFORMS excludes it. Use cpus=."
+            )
+        return Devices(gpus=gpus, gpus_per_rank=override or _share("gpus", request.gpus, size))
+    return Devices(gpus=gpus, gpus_per_rank=override) if gpus else Devices(cpus=override)
+
+
+def _share(name: str, count: int, size: int) -> int:
+    """The devices of each rank."""
+    if count % size:
         raise StartupError(
-            f"cpus must be a multiple of the number of ranks. Got cpus={cpus} and {size} ranks. "
-            f"Use cpus={max(1, cpus // size) * size}, or another number of ranks."
+            f"{name} must be a multiple of the number of ranks. Got {name}={count} and {size} "
+            f"ranks. Use {name}={max(1, count // size) * size}, or another number of ranks."
         )
-    return Devices(cpus=cpus // size)
+    return count // size
 
 
 def _visible_gpus() -> VisibleGpus | None:

@@ -7,7 +7,10 @@ error on all of them and leaves none waiting.
 
 import faulthandler
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import jax
 
 from multimesh import _mpi
 from multimesh.config import read_config
@@ -17,6 +20,7 @@ from multimesh.launch.devices import Devices, configure_jax, find_devices
 from multimesh.launch.environment import Launcher
 from multimesh.launch.gpus import VisibleGpus, divide_gpus
 from multimesh.launch.places import Place, own_place, ranks_at
+from multimesh.launch.request import Request
 
 __all__ = ["join_ranks", "start_alone"]
 
@@ -29,34 +33,51 @@ _MMRUN_COMES_FIRST = 5.0  # seconds: it can name the rank that is missing
 class _Answer:
     """What each rank tells the others before they are joined."""
 
-    cpus: int | None
-    collectives: str | None
+    wish: str
     place: Place
     devices: Devices
+    notices: tuple[str, ...] = ()
     problem: str | None = None
 
 
-def start_alone(cpus: int | None, collectives: str | None):
-    """Starts JAX for a process of its own; for the arguments see `init`."""
-    devices = find_devices(cpus, 1)
+def start_alone(request: Request):
+    """Starts JAX for a process of its own."""
+    request.check_ranks(1, 0)
+    if request.distributed:
+        raise StartupError(
+            "distributed=True, but this is a single process. Start several ranks with "
+            "`mmrun -n 2 python ...`, or leave distributed= out."
+        )
+    devices = find_devices(request, 1)
     gpus = None
     if devices.gpus and devices.gpus_per_rank:
         (gpus,) = divide_gpus([devices.gpus], [own_place()], devices.gpus_per_rank)
-    configure_jax(devices.cpus, gpus, collectives)
-    if collectives:
+    _tell(request.notices(), request.debug)
+    configure_jax(devices.cpus, gpus, request.collectives)
+    if request.collectives:
         coordinator.connect_alone(read_config())
 
 
-def join_ranks(cpus: int | None, collectives: str | None, launcher: Launcher):
-    """Starts JAX on every rank, and joins them; for the arguments see `init`."""
+def _tell(notices: Iterable[str], debug: bool):
+    """Says what has no meaning of what was asked for, and does what changes messages."""
+    for notice in dict.fromkeys(notices):
+        logger.warning(notice)
+    if debug:
+        jax.config.update("jax_traceback_filtering", "off")
+
+
+def join_ranks(request: Request, launcher: Launcher):
+    """Starts JAX on every rank, and joins them."""
     config = read_config()
     # MPI starts only when every rank does. Only mmrun can see from outside which one does not.
     is_watched = wire.notify(wire.Kind.JOINING, {"timeout": config.start_timeout})
     limit = config.start_timeout + (_MMRUN_COMES_FIRST if is_watched else 0)
-    answers = _wait_until_every_rank_calls_init(cpus, collectives, launcher, limit)
+    answers = _wait_until_every_rank_calls_init(request, launcher, limit)
     communicator = _mpi.communicator()
     _check_agreement(answers)
     rank, places = communicator.Get_rank(), [answer.place for answer in answers]
+    notices = [notice for answer in answers for notice in answer.notices]
+    _tell(notices if rank == 0 else (), request.debug)
     configure_jax(answers[rank].devices.cpus, _gpus_of_rank(rank, answers), "gloo")
     coordinator.connect_ranks(communicator, places, config)
     stall.monitor().start(
@@ -65,7 +86,7 @@ def join_ranks(cpus: int | None, collectives: str | None, launcher: Launcher):
     ending.end_together(communicator.Dup())
 
 
-def _wait_until_every_rank_calls_init(cpus, collectives, launcher, limit) -> list[_Answer]:
+def _wait_until_every_rank_calls_init(request, launcher, limit) -> list[_Answer]:
     """Starts MPI and gathers what each rank was asked for; this process ends after the limit."""
     # MPI keeps the interpreter to itself while it starts: only C code can still end it. All that
     # this code can show is Python's stack, so the name of this function is the message.
@@ -73,7 +94,7 @@ def _wait_until_every_rank_calls_init(cpus, collectives, launcher, limit) -> lis
     try:
         size = _mpi.load().COMM_WORLD.Get_size()
         _check_size(launcher, size)
-        return _mpi.communicator().allgather(_answer(cpus, collectives, size))
+        return _mpi.communicator().allgather(_answer(request, size))
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -91,13 +112,14 @@ def _check_size(launcher: Launcher, size: int):
         )
 
 
-def _answer(cpus, collectives, size) -> _Answer:
+def _answer(request, size) -> _Answer:
     devices, problem = Devices(), None
     try:
-        devices = find_devices(cpus, size)
+        request.check_ranks(size, _mpi.communicator().Get_rank())
+        devices = find_devices(request, size)
     except StartupError as error:
         problem = str(error)
-    return _Answer(cpus, collectives, own_place(), devices, problem)
+    return _Answer(request.common(), own_place(), devices, tuple(request.notices()), problem)
 
 
 def _check_agreement(answers):
@@ -118,8 +140,7 @@ def _check_agreement(answers):
 
 def _wish(answer):
     """What a rank asks for: the arguments of `init`, and the devices that they come to."""
-    arguments = f"cpus={answer.cpus!r}, collectives={answer.collectives!r}"
-    return arguments, answer.devices.cpus or answer.devices.gpus_per_rank
+    return answer.wish, answer.devices.cpus or answer.devices.gpus_per_rank
 
 
 def _gpus_of_rank(rank, answers) -> tuple[int, ...] | None:

@@ -4,24 +4,32 @@ It checks what it was asked for, and that it is asked once; `joining` does the w
 """
 
 import functools
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable
+from typing import Any
 
 from multimesh.errors import StartupError
 from multimesh.launch import failure
 from multimesh.launch.environment import Launcher, detect_launcher
+from multimesh.launch.request import Request
 
 __all__ = ["init", "require_init"]
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The arguments of `init`."""
-
-    cpus: int | None
-    collectives: str | None
-
-
-def init(cpus: int | None = None, *, collectives: str | None = None):
+def init(
+    cpus: int | None = None,
+    *,
+    gpus: int | None = None,
+    collectives: str | None = None,
+    distributed: bool | None = None,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Any = None,
+    initialization_timeout: float | None = None,
+    dump: str | os.PathLike | None = None,
+    debug: bool = False,
+):
     """Prepares JAX for this program; call it before anything that makes JAX look for devices.
 
     A second call with the same arguments does nothing.
@@ -30,8 +38,20 @@ def init(cpus: int | None = None, *, collectives: str | None = None):
       cpus: Number of CPU devices in all, shared equally by the ranks: 8 are 4 on each of 2.
         `mmrun --devices-per-rank` overrides it. None leaves the devices as JAX finds them; each
         of several ranks then uses one GPU of its host, or as many as `--devices-per-rank` says.
+      gpus: Or the number of GPUs in all, shared equally by the ranks.
       collectives: "gloo" makes a single process add in the same order as several ranks do, which
         gives bit-identical results at some cost in speed. Several ranks always use gloo.
+      distributed: False: it is an error if several ranks were started. True: if not.
+      coordinator_address: Has no meaning here, as a warning says: ranks find each other by MPI.
+      num_processes: How many ranks there must be; the launcher says how many there are.
+      process_id: Which of them this must be.
+      local_device_ids: Has no meaning here; likewise.
+      initialization_timeout: Seconds to wait for the other ranks, in place of
+        MULTIMESH_START_TIMEOUT.
+      dump: A folder into which each step that is built writes its plan, and each task's jaxpr and
+        optimized HLO.
+      debug: Whether tracebacks show the frames inside of JAX, and the report of a stall every
+        rank's Python stacks.
 
     Raises:
       StartupError: The arguments are wrong or differ between ranks, JAX has already started, or
@@ -40,11 +60,25 @@ def init(cpus: int | None = None, *, collectives: str | None = None):
     launcher = _parallel_launcher()
     if launcher is not None:
         failure.install_hooks(launcher.rank, launcher.size)
-    if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int) or cpus < 1):
-        raise StartupError(f"cpus must be a positive integer or None. Got {cpus!r}.")
-    if collectives not in (None, "gloo"):
-        raise StartupError(f'collectives must be "gloo" or None. Got {collectives!r}.')
-    _initialize(_Request(cpus, collectives))
+    request = Request(
+        cpus=cpus,
+        gpus=gpus,
+        collectives=collectives,
+        distributed=distributed,
+        coordinator_address=coordinator_address,
+        num_processes=num_processes,
+        process_id=process_id,
+        local_device_ids=_hashable(local_device_ids),
+        initialization_timeout=initialization_timeout,
+        dump=os.fspath(dump) if isinstance(dump, os.PathLike) else dump,
+        debug=debug,
+    )
+    request.check()
+    _initialize(request)
+
+
+def _hashable(ids: Any) -> Any:
+    return tuple(ids) if isinstance(ids, Iterable) else ids
 
 
 def require_init():
@@ -67,16 +101,19 @@ def _initialize(request):
     if _initialize.cache_info().currsize:
         raise StartupError(
             "multimesh.init was called a second time, with other arguments: "
-            f"cpus={request.cpus!r}, collectives={request.collectives!r}. Call it once."
+            f"{request.common()}. Call it once."
         )
     # Not at the top: mmrun and programs that never call init shall not pay for it.
     from multimesh.launch import joining
 
+    settings = {"MULTIMESH_DUMP": request.dump, "MULTIMESH_STACKS": "1" if request.debug else None}
+    settings["MULTIMESH_START_TIMEOUT"] = request.initialization_timeout
+    os.environ.update({name: str(value) for name, value in settings.items() if value is not None})
     launcher = _parallel_launcher()
     if launcher is not None:
-        joining.join_ranks(request.cpus, request.collectives, launcher)
+        joining.join_ranks(request, launcher)
     else:
-        joining.start_alone(request.cpus, request.collectives)
+        joining.start_alone(request)
 
 
 def _parallel_launcher() -> Launcher | None:

@@ -9,7 +9,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh._compat import jaxprs_in_params, new_jaxpr, without_mesh
-from multimesh.stages.flatten import FlatStep
+from multimesh.stages.flat import FlatStep
 from multimesh.stages.partition import TaskSpec
 from multimesh.stages.registry import Label
 from multimesh.stages.shardings import Submesh
@@ -38,12 +38,14 @@ class Program:
     Attributes:
       task: What it computes.
       call: The executable: takes the task's inputs, returns a list of its outputs.
+      text: Returns its optimized HLO.
       donated: Positions of the inputs whose memory the outputs take over.
     """
 
     task: TaskSpec
     call: Callable[..., list[jax.Array]]
     donated: tuple[int, ...]
+    text: Callable[[], str]
 
 
 def compile_task(
@@ -75,7 +77,8 @@ def compile_task(
         jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=place)
         for var, place in zip(task.inputs, places, strict=True)
     ]
-    return Program(task, jitted.lower(*avals).compile(), donated)
+    compiled = jitted.lower(*avals).compile()
+    return Program(task, compiled, donated, compiled.as_text)
 
 
 def _named(function, name: str):

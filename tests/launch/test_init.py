@@ -1,6 +1,7 @@
 """`init`: the devices it gives, the mistakes it refuses, and how its ranks end."""
 
 import sys
+import time
 
 import pytest
 
@@ -83,6 +84,110 @@ def test_bad_arguments_and_calls(python, write):
     assert lines[8:] == ["2"]
 
 
+REFUSED = {
+    "gpus must be a positive integer": {"gpus": 0},
+    "Give cpus= or gpus=. Got both": {"cpus": 1, "gpus": 1},
+    "JAX would use no GPU here": {"gpus": 1},
+    "distributed must be True or False": {"distributed": 1},
+    "this is a single process": {"distributed": True},
+    "num_processes must be": {"num_processes": 2.0},
+    "but 1 ranks were started": {"num_processes": 2},
+    "process_id must be an integer": {"process_id": "0"},
+    "but this is rank 0": {"process_id": 1},
+    "positive seconds": {"initialization_timeout": -1},
+    "at most 1000000. Got inf": {"initialization_timeout": float("inf")},
+    "dump must be the name of a folder": {"dump": 3},
+    "debug must be True or False": {"debug": "yes"},
+}
+
+
+def test_arguments_that_are_refused(python, write):
+    script = write(
+        f"""
+        import multimesh
+        from multimesh.errors import StartupError
+        inf = float("inf")
+        for words, arguments in {REFUSED!r}.items():
+            try:
+                multimesh.init(**arguments)
+            except StartupError as error:
+                if words not in str(error):
+                    print(words, "is not in", error)
+            else:
+                print(arguments, "was accepted")
+        multimesh.init(cpus=2, num_processes=1, process_id=0, distributed=False, debug=True)
+        """
+    )
+    ended = python(script)
+    assert (ended.code, ended.stdout) == (0, ""), ended.stderr
+
+
+def test_arguments_that_have_no_meaning_say_so_once(mmrun, write):
+    script = write(
+        """
+        import multimesh
+        multimesh.init(
+            cpus=2,
+            coordinator_address="localhost:1",
+            local_device_ids=[0],
+            num_processes=2,
+            debug=True,
+        )
+        import jax
+        print(jax.config.jax_traceback_filtering)
+        """
+    )
+    ended = mmrun(2, script)
+    assert ended.code == 0, ended.stderr
+    assert ended.stderr.count("init(coordinator_address='localhost:1') is ignored: ") == 1
+    assert ended.stderr.count("init(local_device_ids=(0,)) is ignored: ") == 1
+    assert ended.lines == {"[0] off", "[1] off"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("distributed=False", "distributed=False, but 2 ranks were started"),
+        ("num_processes=3", "num_processes=3, but 2 ranks were started"),
+        ("process_id=0", "On rank 1: process_id=0, but this is rank 1"),
+        ("initialization_timeout=30 + rank", "initialization_timeout=31 on rank 1"),
+    ],
+)
+def test_what_a_program_says_of_its_ranks_is_checked(mmrun, write, arguments, words):
+    script = write(
+        f"""
+        import multimesh
+        from multimesh.launch.environment import detect_launcher
+        from multimesh.errors import StartupError
+        rank = detect_launcher().rank
+        try:
+            multimesh.init(cpus=2, {arguments})
+        except StartupError as error:
+            print(error)
+        """
+    )
+    ended = mmrun(2, script)
+    assert ended.stdout.count(words) == 2, ended.stdout + ended.stderr
+
+
+def test_a_rank_that_is_missing_is_waited_for_as_long_as_init_says(mmrun, write):
+    script = write(
+        """
+        import time
+        import multimesh
+        from multimesh.launch.environment import detect_launcher
+        if detect_launcher().rank == 1:
+            time.sleep(60)
+        multimesh.init(cpus=2, initialization_timeout=3)
+        """
+    )
+    began = time.time()
+    ended = mmrun(2, script)
+    assert ended.code != 0
+    assert "rank 1" in ended.stderr
+    assert ended.at - began < 30
+
+
 def test_init_after_jax_has_started(python):
     ended = python("-c", "import jax, multimesh; jax.devices(); multimesh.init(cpus=2)")
     assert ended.code == 1
@@ -154,7 +259,7 @@ def test_a_proxy_is_not_asked_for_the_traffic_between_ranks(mmrun, write):
 
 MISTAKES = {
     "uneven": ("cpus = 3", "cpus must be a multiple of the number of ranks. Got cpus=3 and 2"),
-    "different": ("cpus = 2 + 2 * int(rank)", "cpus=2, collectives=None on rank 0, cpus=4"),
+    "different": ("cpus = 2 + 2 * int(rank)", "cpus=2 on rank 0, cpus=4"),
     "started": ("cpus = 2; rank == '1' and jax.devices()", "On rank 1: multimesh.init was called"),
 }
 
