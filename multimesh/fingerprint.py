@@ -5,14 +5,14 @@ word. Each rank reduces what it has to short digests by topic; the error says wh
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from jax.extend import core
 
 from multimesh.errors import RankMismatchError
 from multimesh.plan import Plan
-from multimesh.stages.flatten import is_literal
+from multimesh.stages.flat import is_literal
 from multimesh.transport import Group
 
 __all__ = ["compare", "describe_plan"]
@@ -57,6 +57,7 @@ def describe_plan(plan: Plan) -> dict[str, str]:
         "traced step": _digest(*equations),
         "closed-over constants": _digest(*constants),
         "placement": _digest(*map(str, [p.task_mesh for p in plan.cut.submeshes]), *tasks),
+        "shardings": _digest(*_shardings(plan)),
         "schedule": _digest(plan.schedule, str(plan.timeline.total_order)),
     }
 
@@ -76,9 +77,17 @@ def _atom(atom, names: _Names) -> str:
 def _params(params) -> str:
     """Parameters whose text is the same in every process (functions print their address)."""
     plain = (int, float, str, bool, tuple, np.dtype, type(None))
-    return str(
-        {k: v for k, v in params.items() if isinstance(v, plain) and " at 0x" not in repr(v)}
-    )
+    specs = {name: value.spec for name, value in params.items() if hasattr(value, "spec")}
+    found = {name: value for name, value in params.items() if isinstance(value, plain)}
+    return str({k: v for k, v in (found | specs).items() if " at 0x" not in repr(v)})
+
+
+def _shardings(plan: Plan) -> Iterator[str]:
+    """How everything that enters or leaves a task lies on its submesh."""
+    of = plan.cut.shardings.of
+    for task in plan.tasks:
+        for var in (*task.inputs, *task.outputs):
+            yield f"{task.name} {of(var, task.submesh).spec}"
 
 
 def _digest(*parts: str | bytes) -> str:

@@ -66,6 +66,10 @@ class Results:
 
     def _replicated(self, index: int, instance: Instance):
         used = {submesh: self.slots[instance, submesh] for submesh in self.state.mine}
+        if not used:  # no device of the step is this rank's
+            aval = instance.var.aval
+            absent = without_shards(aval.shape, aval.dtype, self.state.everywhere)
+            return lambda store, leaves: absent
         leaf_index = index - self.first_state
         state = self.state
 

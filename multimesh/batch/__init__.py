@@ -9,8 +9,8 @@ between ranks during a step: each leaf is placed on every submesh that reads it.
     placer    copies the rows of each microbatch to the devices that read them
 """
 
-from multimesh.batch.placer import PlacedBatch, Placer
+from multimesh.batch.placer import COMPARED, PlacedBatch, Placer
 from multimesh.batch.shares import Shares, find_shares
 from multimesh.batch.spec import BatchSpec
 
-__all__ = ["BatchSpec", "PlacedBatch", "Placer", "Shares", "find_shares"]
+__all__ = ["COMPARED", "BatchSpec", "PlacedBatch", "Placer", "Shares", "find_shares"]

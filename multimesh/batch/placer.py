@@ -16,10 +16,10 @@ from multimesh.errors import RankMismatchError
 from multimesh.plan import Plan
 from multimesh.transport import Group
 
-__all__ = ["PlacedBatch", "Placer"]
+__all__ = ["COMPARED", "PlacedBatch", "Placer"]
 
 # Loaders that are seeded differently may agree on the first batch, which made the example.
-_COMPARED = 3
+COMPARED = 3
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Placer:
         self.shares = shares
         self.group = group
         self.share = shares.of_rank[group.rank]
-        self.to_compare = _COMPARED
+        self.to_compare = COMPARED
         step = plan.cut.step
         leaf_of = {entry.inner: step.arguments.index(entry.whole) - first for entry in step.slices}
         # Decided from the plan, so that every rank exchanges shares or none does.

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from multimesh._compat import new_variable
-from multimesh.stages.flatten import Atom, Carry, FlatStep, Node, is_literal
+from multimesh.stages.flat import Atom, Carry, FlatStep, Node, is_literal
 from multimesh.stages.placement import Placement
 
 __all__ = ["split_accumulators"]

@@ -17,16 +17,16 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from multimesh.stages.flatten import (
+from multimesh.stages.flat import (
     Atom,
     Carry,
     FlatStep,
     Node,
-    flatten,
     is_literal,
     replace_atom,
     substitute,
 )
+from multimesh.stages.flatten import flatten
 
 __all__ = ["count_by_number"]
 

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -12,14 +12,18 @@ from jax.sharding import Mesh, NamedSharding
 from multimesh.errors import RegistryError
 from multimesh.stages.accumulate import split_accumulators
 from multimesh.stages.counters import count_by_number
-from multimesh.stages.flatten import FlatStep, flatten
+from multimesh.stages.flat import FlatStep
+from multimesh.stages.flatten import flatten
 from multimesh.stages.hoist import hoist
+from multimesh.stages.labels import Labels
+from multimesh.stages.meshes import TaskMesh, mesh_positions
+from multimesh.stages.options import DEFAULTS, Options
 from multimesh.stages.partition import Need, TaskSpec, partition
 from multimesh.stages.placement import Placement, place_loop, place_outside, reading_stages
-from multimesh.stages.registry import Entry, Label, Registry, Task, TaskMesh
+from multimesh.stages.registry import Label, Registry
 from multimesh.stages.rematerialize import split_rematerialization
-from multimesh.stages.scopes import LOOP_SCOPE, Scope
 from multimesh.stages.shardings import Shardings, Submesh
+from multimesh.stages.tasks import Task
 from multimesh.stages.widening import widen_after_crossing
 
 __all__ = ["CutStep", "Signature", "cut"]
@@ -37,6 +41,9 @@ class Signature:
       shardings: Arguments that exist already; one on the whole mesh is replicated.
       rows: The rows of one microbatch over all shares.
       batch_axis: The logical name of the rows.
+      replicate_inputs: Whether every device of a stage that reads the batch gets all of it.
+      varying: Arguments that stand for a batch; a step with a batch of its own has none.
+      scattered: Whether results stay on the submesh that computes them, but for scalars.
     """
 
     names: Sequence[str]
@@ -46,6 +53,9 @@ class Signature:
     shardings: Mapping[int, NamedSharding] = field(default_factory=dict)
     rows: int = 0
     batch_axis: str = "batch"
+    replicate_inputs: bool = False
+    varying: Sequence[int] = ()
+    scattered: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ def cut(
     *,
     check_patterns: bool = True,
     keep_loop: bool = False,
+    options: Options = DEFAULTS,
 ) -> CutStep:
     """Cuts a traced step into tasks.
 
@@ -90,6 +101,7 @@ def cut(
       check_patterns: Whether every pattern must match a scope of this step.
       keep_loop: Whether all that the loop computes stays in it, for a step where it depends on the
         rows of a microbatch.
+      options: What the user chose of how it is cut.
 
     Returns:
       The step, cut.
@@ -99,15 +111,18 @@ def cut(
         exist or lie outside of `mesh`.
       PlacementError: The step cannot be cut.
     """
-    labels = _Labels(registry, mesh)
-    step = flatten(closed, labels)
+    labels = Labels(registry, mesh, closed, options.ignore_transforms)
+    step = flatten(closed, labels, signature.number)
+    step.varying = frozenset(step.arguments[index] for index in signature.varying)
     if not keep_loop:
         step = count_by_number(step, step.arguments[signature.number])
     step = split_rematerialization(step)
-    if not keep_loop:
+    if step.slices and not keep_loop:
         step = hoist(step)
     if check_patterns:
         labels.check_patterns()
+    elif signature.scattered:
+        labels.check_any()
     fixed = {step.arguments[index]: known for index, known in signature.shardings.items()}
     homes = {var: _home(known, mesh) for var, known in fixed.items()}
     submeshes = _submeshes(step, labels, mesh, [place for place in homes.values() if place])
@@ -117,7 +132,7 @@ def cut(
     def submesh_of(label: Label) -> int:
         return index_of[label.task.mesh]
 
-    placement = place_loop(step, submesh_of, default=0)
+    placement = place_loop(step, submesh_of, default=0, recompute=options.recomputation)
     widen_after_crossing(step, placement, "loop")
     step = split_accumulators(step, placement)
     known.update(_companion_homes(step, placement, signature, known))
@@ -125,7 +140,9 @@ def cut(
         step.arguments[argument]: step.outputs[result]
         for argument, result in signature.replaced.items()
     }
-    places = place_outside(step, placement, submesh_of, known, replaced, default=0)
+    places = place_outside(
+        step, placement, submesh_of, known, replaced, default=0, may_gather=signature.scattered
+    )
     widen_after_crossing(step, placement, "before")
     needs = _needs(step, placement, places, replaced, len(submeshes))
     shardings = Shardings(
@@ -137,10 +154,14 @@ def cut(
         fixed=fixed,
         rows=signature.rows,
         batch_axis=signature.batch_axis,
+        automatic=options.autoshard,
+        replicate_slices=signature.replicate_inputs,
     )
     shardings.check(places)
-    tasks = partition(step, placement, needs).tasks
-    results = dict.fromkeys(step.outputs)
+    tasks = partition(step, placement, needs, options).tasks
+    results: dict[core.Var, int | None] = dict.fromkeys(step.outputs)
+    if signature.scattered:
+        results = {var: placement.values.get(var) if var.aval.shape else None for var in results}
     results.update({result: places[argument] for argument, result in replaced.items()})
     return CutStep(step, tuple(submeshes), placement, places, tasks, results, shardings)
 
@@ -151,49 +172,7 @@ def _home(sharding, mesh):
     return None if is_everywhere else mesh_positions(sharding.mesh)
 
 
-class _Labels:
-    """Looks scopes up in a registry, and remembers which it saw and which patterns matched."""
-
-    def __init__(self, registry: Registry, mesh: Mesh):
-        self.registry = registry
-        self.matched: set[Entry] = set()
-        self.scopes: dict[str, None] = {}
-        self.known: dict[Scope, Label | None] = {}
-        self.everything = None if registry.entries else Label("all", Task(mesh_positions(mesh)))
-
-    def __call__(self, scope: Scope) -> Label | None:
-        if self.everything is not None:
-            return self.everything
-        if scope not in self.known:
-            if LOOP_SCOPE not in scope.path:
-                self.scopes["/".join(scope.path)] = None
-            found = self.registry.label(scope.path, scope.backward)
-            self.known[scope] = found[0] if found else None
-            if found:
-                self.matched.add(found[1])
-        return self.known[scope]
-
-    def check_patterns(self) -> None:
-        missing = [e.pattern for e in self.registry.entries if e not in self.matched]
-        if missing:
-            scopes = ", ".join(sorted(filter(None, self.scopes)))
-            scopes = scopes or "none; does the loss use the model?"
-            raise RegistryError(
-                f"The pattern{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))} of "
-                f"register_task match{'es' * (len(missing) == 1)} no module of the model. The "
-                f"scopes that exist: {scopes}. A pattern must match one component fully, or with "
-                "slashes the end of a path; clear_tasks() forgets tasks of another model."
-            )
-
-
-def mesh_positions(mesh: Mesh) -> TaskMesh:
-    """Returns a mesh as a TaskMesh: its devices by their positions in `jax.devices()`."""
-    position = {device: index for index, device in enumerate(jax.devices())}
-    devices = [position[device] for device in mesh.devices.flat]
-    return TaskMesh(devices, tuple(map(str, mesh.axis_names)), mesh.devices.shape)
-
-
-def _submeshes(step: FlatStep, labels: _Labels, mesh: Mesh, more: list[TaskMesh]) -> list[Submesh]:
+def _submeshes(step: FlatStep, labels: Labels, mesh: Mesh, more: list[TaskMesh]) -> list[Submesh]:
     """Collects the submeshes: forward pass first, then the others, then idle devices."""
     tasks: dict[TaskMesh, dict[Task, None]] = {}
     nodes = (*step.loop, *step.before, *step.after)
@@ -230,7 +209,7 @@ def _submeshes(step: FlatStep, labels: _Labels, mesh: Mesh, more: list[TaskMesh]
 
 
 def _named(label: Label) -> Task:
-    return Task(label.task.mesh, label.task.logical_axes, label.name)
+    return replace(label.task, name=label.name)
 
 
 def _check_devices(task_mesh: TaskMesh, tasks, count: int, allowed) -> None:

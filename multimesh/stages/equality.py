@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from multimesh.stages.flatten import Atom, FlatStep, Node, is_literal
+from multimesh.stages.flat import Atom, FlatStep, Node, is_literal
 
 __all__ = ["computes_the_same"]
 

@@ -12,8 +12,9 @@ Calls (`jit`) are inlined, and each equation gets the label that its scope has i
 The pass is pure: it makes new variables throughout and changes nothing that it is given.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,146 +24,96 @@ from jax.extend import core
 
 from multimesh._compat import equation_scope_text, jaxprs_in_params, new_variable
 from multimesh.errors import PlacementError
+from multimesh.stages.flat import Atom, Carry, FlatStep, Node, Slice, Stacked, is_literal
 from multimesh.stages.registry import Label
-from multimesh.stages.scopes import LOOP_SCOPE, Scope, parse_scope
+from multimesh.stages.scopes import LOOP_SCOPE, SCHEDULE_SCOPE, Scope, parse_scope
+from multimesh.stages.sections import divide, drop_unchanged, gather_labelled, unroll_single
 
-__all__ = ["Carry", "FlatStep", "Node", "Slice", "Stacked", "flatten", "is_literal", "nbytes"]
+__all__ = ["flatten"]
 
-Atom = Any  # core.Var | core.Literal
+logger = logging.getLogger("multimesh")
+
 Labeler = Callable[[Scope], Label | None]
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """An equation with what its scope says.
-
-    Attributes:
-      eqn: The equation; its variables are unique in the step.
-      scope: Where it comes from.
-      label: The task of that scope, if any.
-      recomputed: Whether it belongs to the backward pass of a remat that spans several tasks.
-    """
-
-    eqn: core.JaxprEqn
-    scope: Scope
-    label: Label | None
-    recomputed: bool = False
-
-    @property
-    def inputs(self) -> list[core.Var]:
-        """The variables that the equation reads, without literals."""
-        return [atom for atom in self.eqn.invars if not is_literal(atom)]
-
-    @property
-    def outputs(self) -> list[core.Var]:
-        """The variables that the equation defines."""
-        return list(self.eqn.outvars)
-
-
-@dataclass(frozen=True)
-class Carry:
-    """A value that the loop hands from one microbatch to the next."""
-
-    inner: core.Var
-    initial: core.Var
-    update: core.Var
-    final: core.Var
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A value that the loop reads one slice of for each microbatch; `whole` is a step argument."""
-
-    inner: core.Var
-    whole: Atom
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A value of every microbatch that the step returns; `whole` has them stacked."""
-
-    inner: core.Var
-    whole: core.Var
-
-
-@dataclass
-class FlatStep:
-    """A step with calls inlined and the microbatch loop opened.
-
-    Attributes:
-      arguments: The step's inputs.
-      outputs: The step's results.
-      constants: Arrays that the traced function closed over.
-      before: Equations that the loop waits for.
-      loop: Equations of one microbatch.
-      after: The other equations.
-      carries, slices, stacked: What enters and leaves the loop.
-      microbatches: How often the loop runs.
-      constraints: The first sharding constraint on each argument: a logical PartitionSpec and the
-        label of the equation.
-    """
-
-    arguments: list[core.Var]
-    outputs: list[core.Var] = field(default_factory=list)
-    constants: dict[core.Var, Any] = field(default_factory=dict)
-    before: list[Node] = field(default_factory=list)
-    loop: list[Node] = field(default_factory=list)
-    after: list[Node] = field(default_factory=list)
-    carries: list[Carry] = field(default_factory=list)
-    slices: list[Slice] = field(default_factory=list)
-    stacked: list[Stacked] = field(default_factory=list)
-    microbatches: int = 1
-    constraints: dict[core.Var, tuple[Any, Label | None]] = field(default_factory=dict)
-
-
-def is_literal(atom: Atom) -> bool:
-    """Whether an atom is a literal rather than a variable."""
-    return isinstance(atom, core.Literal)
-
-
-def nbytes(atom: Atom) -> int:
-    """The size of an atom's value in bytes."""
-    aval = atom.aval
-    return aval.size * getattr(aval.dtype, "itemsize", 8)
 
 
 # Calls that mean no more than their body.
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
 
 
-def flatten(closed: core.ClosedJaxpr, labeler: Labeler) -> FlatStep:
+def flatten(closed: core.ClosedJaxpr, labeler: Labeler, number: int | None = None) -> FlatStep:
     """Opens a traced step.
 
+    A loop over microbatches that was differentiated is two loops, which cannot be interleaved:
+    where there are several, each is unrolled. A step without any is one microbatch.
+
     Args:
-      closed: The step, traced with logical axes, its microbatch loop a `scan` in `LOOP_SCOPE`.
+      closed: The step, traced with logical axes, its microbatch loop a `scan` in `LOOP_SCOPE` over
+        arguments, or over an iota that stands for the numbers of the microbatches.
       labeler: Finds the task of a scope.
+      number: The argument with the numbers of the microbatches, if there is one.
 
     Returns:
       The flat step.
 
     Raises:
-      PlacementError: There is more than one microbatch loop, or a `scan` or `while` whose body
-        belongs to several tasks.
+      PlacementError: A `scan` or `while` has a body that belongs to several tasks, or a loop that
+        slices arguments is not the only one.
     """
     opener = _Opener(labeler)
     arguments = [new_variable(var.aval) for var in closed.jaxpr.invars]
     step = FlatStep(arguments)
     opener.step = step
+    opener.number = None if number is None else arguments[number]
+    opener.loops = _count_loops(closed.jaxpr, Scope())
     step.outputs = opener.inline(closed.jaxpr, closed.consts, arguments, Scope(), step.after)
-    _drop_unchanged(step)
-    _unroll_single(step)
+    drop_unchanged(step)
+    unroll_single(step)
     step.outputs = opener.distinct(step.outputs)
-    _split_outer(step)
+    if opener.loops and not opener.is_open:
+        logger.warning(
+            "%d loops over microbatches are unrolled: there are several, or a gradient is taken of "
+            "the whole. So there is no pipeline, and no schedule. For a gradient, differentiate "
+            "inside: microbatch(jax.value_and_grad(loss), ...).",
+            opener.loops,
+        )
+    if opener.is_open:
+        divide(step)
+    else:
+        gather_labelled(step)
     return step
 
 
+def _count_loops(jaxpr: core.Jaxpr, scope: Scope) -> int:
+    """How many loops over microbatches a program has."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        here = scope + parse_scope(equation_scope_text(eqn))
+        is_loop = eqn.primitive.name == "scan" and LOOP_SCOPE in here.path
+        inside = Scope() if is_loop else here
+        bodies = jaxprs_in_params(eqn.params)
+        count += is_loop + sum(_count_loops(body, inside) for body in bodies)
+    return count
+
+
 class _Opener:
-    """The walk of `flatten`: emits renamed equations into a step's sections."""
+    """The walk of `flatten`: emits renamed equations into a step's sections.
+
+    Attributes:
+      step: What it makes.
+      number: The argument with the numbers of the microbatches.
+      loops: How many loops over microbatches there are.
+      is_open: Whether one of them has become the loop of the step.
+      stacks: What an unrolled loop has stacked -> its value of each iteration.
+    """
 
     step: FlatStep
+    number: core.Var | None
+    loops: int
 
     def __init__(self, labeler: Labeler):
         self.labeler = labeler
+        self.is_open = False
+        self.stacks: dict[core.Var, list[Atom]] = {}
 
     def inline(self, jaxpr, consts, args: Sequence[Atom], scope: Scope, out: list[Node]):
         """Emits a jaxpr's equations with `args` for its inputs; returns its outputs."""
@@ -198,9 +149,11 @@ class _Opener:
             body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self.inline(body.jaxpr, body.consts, args, here, out)
         if name == "scan" and LOOP_SCOPE in here.path:
-            return self.loop(eqn, args)
-        outer = out is self.step.after
-        if name == "cond" and (outer or len(self.body_labels(eqn, here)) > 1):
+            whole = self.sliced_arguments(eqn, args, out)
+            if whole is None or self.loops > 1:
+                return self.unrolled(eqn, args, _around_loop(here), out)
+            return self.loop(eqn, args, whole, here)
+        if name == "cond" and self.must_open(eqn, here, out):
             return self.both_branches(eqn, args, here, out)
         if name in ("checkpoint", "remat", "remat2") and len(self.body_labels(eqn, here)) > 1:
             return self.rematerialization(eqn, args, here, out)
@@ -254,6 +207,17 @@ class _Opener:
             out[start:] = [replace(node, recomputed=True) for node in out[start:]]
         return results
 
+    def must_open(self, eqn, scope: Scope, out: list[Node]) -> bool:
+        """Whether the branches of a `cond` may lie on several submeshes.
+
+        Outside the loop is the optimizer, which has no task. Without a loop there may be tasks.
+        """
+        if self.labeler(scope) is not None:
+            return False
+        labels = self.body_labels(eqn, scope)
+        is_optimizer = out is self.step.after and (self.loops == 1 or not labels)
+        return is_optimizer or len(labels) > 1
+
     def both_branches(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
         """Evaluates every branch of a `cond` and selects: they may lie on several submeshes."""
         index, *operands = args
@@ -291,19 +255,37 @@ class _Opener:
             return atom
         return self.traced(jnp.copy, [atom], Scope(), out)
 
-    def loop(self, eqn, args) -> list[Atom]:
+    def sliced_arguments(self, eqn, args, out: list[Node]) -> list[core.Var] | None:
+        """The step's arguments that a loop slices, or None where it slices something else."""
+        found = []
+        for atom in args[eqn.params["num_consts"] + eqn.params["num_carry"] :]:
+            if self.number is not None and _is_iota(atom, out):
+                atom = self.number
+            elif atom not in self.step.arguments:
+                return None
+            elif self.loops > 1:
+                raise PlacementError(
+                    "A step that slices its batch into microbatches may hold no other loop over "
+                    f"microbatches. Got {self.loops} of them: call multimesh.jax.microbatch only "
+                    "within multimesh.jax.parallelize."
+                )
+            found.append(atom)
+        return found
+
+    def loop(self, eqn, args, whole: list[core.Var], scope: Scope) -> list[Atom]:
+        """Opens the loop over microbatches: its body becomes the step's loop."""
         step = self.step
-        if step.loop or step.carries or step.slices:
-            raise PlacementError("A step may hold one microbatch loop. Got a second one.")
+        self.is_open = True
         body = eqn.params["jaxpr"]
         split = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
-        consts, whole = args[: split[0]], args[split[1] :]
+        consts = args[: split[0]]
         initial = [self.variable(atom, step.after) for atom in args[split[0] : split[1]]]
         inner = [new_variable(var.aval) for var in body.jaxpr.invars[split[0] :]]
         carried, sliced = inner[: len(initial)], inner[len(initial) :]
         step.microbatches = eqn.params["length"]
-        # Equations of the body are not placed under the loop's own scope: its name means nothing.
-        results = self.inline(body.jaxpr, body.consts, [*consts, *inner], Scope(), step.loop)
+        step.schedule = _schedule_of(scope)
+        around = _around_loop(scope)
+        results = self.inline(body.jaxpr, body.consts, [*consts, *inner], around, step.loop)
         finals = [new_variable(var.aval) for var in eqn.outvars]
         results = [self.variable(atom, step.loop) for atom in results]
         updates, stacked = results[: len(initial)], results[len(initial) :]
@@ -317,57 +299,56 @@ class _Opener:
         ]
         return finals
 
+    def unrolled(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
+        """Emits every iteration of a loop, one after another."""
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        split = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+        consts, carry, whole = args[: split[0]], args[split[0] : split[1]], args[split[1] :]
+        stacked: list[list[Atom]] = [[]] * length
+        for index in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            slices = [self.slice(atom, index, scope, out) for atom in whole]
+            given = [*consts, *carry, *slices]
+            results = self.inline(body.jaxpr, body.consts, given, scope, out)
+            carry, stacked[index] = results[: len(carry)], results[len(carry) :]
+        return [
+            *carry,
+            *(self.stack(list(each), scope, out) for each in zip(*stacked, strict=True)),
+        ]
 
-def _drop_unchanged(step: FlatStep) -> None:
-    """What every microbatch hands on as it got it (a random key) is read from outside."""
-    same = [carry for carry in step.carries if carry.update is carry.inner]
-    _replace_carries(step, same)
+    def slice(self, whole: Atom, index: int, scope: Scope, out: list[Node]) -> Atom:
+        """One iteration's part of what an unrolled loop reads."""
+        if not is_literal(whole) and whole in self.stacks:
+            return self.stacks[whole][index]
+
+        def take(whole):
+            return jax.lax.index_in_dim(whole, index, keepdims=False)
+
+        return self.traced(take, [whole], scope, out)
+
+    def stack(self, parts: list[Atom], scope: Scope, out: list[Node]) -> Atom:
+        """Stacks what the iterations of an unrolled loop return."""
+        whole = self.traced(lambda *parts: jnp.stack(parts), parts, scope, out)
+        self.stacks[whole] = parts
+        return whole
 
 
-def _unroll_single(step: FlatStep) -> None:
-    """With one microbatch nothing is carried: the loop reads what the carry starts with."""
-    if step.microbatches == 1:
-        _replace_carries(step, step.carries)
-
-
-def _replace_carries(step: FlatStep, carries: list[Carry]) -> None:
-    """Makes the loop read what some carries start with, and the rest of the step their update."""
-    known = {carry.inner: carry.initial for carry in carries}
-    step.loop = [substitute(node, known) for node in step.loop]
-    finals = {carry.final: known.get(carry.update, carry.update) for carry in carries}
-    step.after = [substitute(node, finals) for node in step.after]
-    step.outputs = [replace_atom(atom, finals) for atom in step.outputs]
-    step.carries = [
-        replace(carry, update=replace_atom(carry.update, known))
-        for carry in step.carries
-        if carry not in carries
+def _around_loop(scope: Scope) -> Scope:
+    """The scope that a loop over microbatches stands in: its own names mean nothing."""
+    own = [
+        place
+        for place, name in enumerate(scope.path)
+        if name == LOOP_SCOPE or name.startswith(SCHEDULE_SCOPE)
     ]
+    return Scope(scope.path[: own[0]], scope.backward)
 
 
-def substitute(node: Node, known: dict[core.Var, Atom]) -> Node:
-    """Renames a node's inputs."""
-    if not any(var in known for var in node.inputs):
-        return node
-    invars = [replace_atom(atom, known) for atom in node.eqn.invars]
-    return replace(node, eqn=node.eqn.replace(invars=invars))
+def _is_iota(atom: Atom, out: list[Node]) -> bool:
+    """Whether an atom holds the numbers 0, 1, 2, ... of the iterations of a loop."""
+    if is_literal(atom) or atom.aval.ndim != 1:
+        return False
+    return any(node.eqn.primitive.name == "iota" and atom in node.outputs for node in out)
 
 
-def replace_atom(atom: Atom, known: dict[core.Var, Atom]) -> Atom:
-    """Looks an atom up in a renaming."""
-    return atom if is_literal(atom) else known.get(atom, atom)
-
-
-def _split_outer(step: FlatStep) -> None:
-    """Moves the outer equations that the loop waits for in front of it."""
-    defined = {var for node in step.after for var in node.outputs}
-    needed = {carry.initial for carry in step.carries}
-    needed |= {entry.whole for entry in step.slices if not is_literal(entry.whole)}
-    needed |= {var for node in step.loop for var in node.inputs if var in defined}
-    before = []
-    for node in reversed(step.after):
-        if any(var in needed for var in node.outputs):
-            needed.update(node.inputs)
-            before.append(node)
-    first = set(map(id, before))
-    step.before = before[::-1]
-    step.after = [node for node in step.after if id(node) not in first]
+def _schedule_of(scope: Scope) -> str | None:
+    names = [name for name in scope.path if name.startswith(SCHEDULE_SCOPE)]
+    return names[-1].removeprefix(SCHEDULE_SCOPE) if names else None

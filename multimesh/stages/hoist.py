@@ -6,7 +6,7 @@ What would grow (a broadcast of a bias) stays: recomputing it is cheaper than st
 
 from dataclasses import replace
 
-from multimesh.stages.flatten import FlatStep, Node, nbytes
+from multimesh.stages.flat import FlatStep, Node, nbytes
 
 __all__ = ["hoist"]
 
@@ -22,7 +22,7 @@ def hoist(step: FlatStep) -> FlatStep:
       they belong to no section, and each task that needs one computes its own.
     """
     known = {*step.arguments, *step.constants}
-    known -= {entry.whole for entry in step.slices}
+    known -= {entry.whole for entry in step.slices} | step.varying
     known |= {var for node in step.before for var in node.outputs}
     literal: set = set()
     moved, kept = [], []

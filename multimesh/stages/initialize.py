@@ -11,7 +11,8 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh.stages.flatten import FlatStep, Node, flatten
+from multimesh.stages.flat import FlatStep, Node
+from multimesh.stages.flatten import flatten
 from multimesh.stages.partition import TaskSpec
 from multimesh.stages.program import Program, compile_task
 from multimesh.stages.shardings import Submesh

@@ -8,10 +8,12 @@ no cycle. A floating equation becomes part of every task that reads it.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from jax.extend import core
 
-from multimesh.stages.flatten import FlatStep, Node
+from multimesh.stages.flat import FlatStep, Node
+from multimesh.stages.options import DEFAULTS, Options
 from multimesh.stages.placement import Placement
 
 __all__ = ["Need", "Partition", "TaskSpec", "partition"]
@@ -61,42 +63,53 @@ class Partition:
 
 @dataclass(eq=False)
 class _Group:
-    """A task in the making."""
+    """A task in the making.
+
+    Groups of different `part`s must not become one; None goes with any.
+    """
 
     section: str
     submesh: int
     phases: frozenset[str]
     level: int
+    part: Any = None
     nodes: list[Node] = field(default_factory=list)
     needs: list[core.Var] = field(default_factory=list)
 
 
-def partition(step: FlatStep, placement: Placement, needs: Iterable[Need]) -> Partition:
+def partition(
+    step: FlatStep, placement: Placement, needs: Iterable[Need], options: Options = DEFAULTS
+) -> Partition:
     """Cuts a placed step into tasks.
 
     Args:
       step: The flat step.
       placement: The submesh of each equation and value.
       needs: Floating values to compute on a submesh besides what its equations read.
+      options: Whether registered tasks become one program where they can.
 
     Returns:
       The tasks, in an order that respects their dependencies.
     """
-    cutter = _Cutter(step, placement)
+    cutter = _Cutter(step, placement, options)
     for section in SECTIONS:
         cutter.cut(section, [need for need in needs if need.section == section])
     return Partition(tuple(cutter.specs(list(needs))))
 
 
 class _Cutter:
-    def __init__(self, step: FlatStep, placement: Placement):
+    def __init__(self, step: FlatStep, placement: Placement, options: Options):
         self.step = step
+        self.options = options
         self.placement = placement
         self.sections = {"before": step.before, "loop": step.loop, "after": step.after}
         everything = [node for section in SECTIONS for node in self.sections[section]]
         self.index = {node: position for position, node in enumerate(everything)}
         self.section_of = {node: section for section in SECTIONS for node in self.sections[section]}
         self.definition = {var: node for node in everything for var in node.outputs}
+        labels = [node.label for node in everything if node.label is not None]
+        self.fuses_all = options.fusion and options.fusion_outside
+        self.fuses_all &= all(label.task.color is None for label in labels)
         self.group_of: dict[Node, _Group] = {}
         self.groups: list[_Group] = []
         self._frontiers: dict[Node, frozenset[Node]] = {}
@@ -119,30 +132,49 @@ class _Cutter:
         """Groups a section's equations by level, then merges the groups."""
         found: dict[tuple, _Group] = {}
 
-        def group(submesh, phase, reads) -> _Group:
+        def group(submesh, phase, part, reads) -> _Group:
+            sources = [
+                self.group_of[source]
+                for source in frozenset().union(*map(self.frontier, reads))
+                if self.section_of[source] == section
+            ]
+            here = [other for other in sources if other.submesh == submesh]
+            if part is None and here:  # what no task asks for goes on with what it follows
+                part = max(here, key=lambda other: other.level).part
             level = 0
-            for source in frozenset().union(*map(self.frontier, reads)):
-                if self.section_of[source] == section:
-                    other = self.group_of[source]
-                    apart = other.submesh != submesh or phase not in other.phases
-                    level = max(level, other.level + apart)
-            key = (submesh, phase, level)
-            return found.setdefault(key, _Group(section, submesh, frozenset((phase,)), level))
+            for other in sources:
+                apart = other.submesh != submesh or phase not in other.phases
+                level = max(level, other.level + (apart or not _fit(other.part, part)))
+            key = (submesh, phase, level, part)
+            return found.setdefault(key, _Group(section, submesh, frozenset((phase,)), level, part))
 
         for node in self.sections[section]:
             if not self.floats(node):
-                where = group(self.placement.nodes[node], self._phase(section, node), node.inputs)
+                phase, part = self._phase(section, node), self._part(section, node)
+                where = group(self.placement.nodes[node], phase, part, node.inputs)
                 where.nodes.append(node)
                 self.group_of[node] = where
         for need in needs:
             phase = "once" if section != "loop" else "forward"
-            group(need.submesh, phase, [need.var]).needs.append(need.var)
+            group(need.submesh, phase, None, [need.var]).needs.append(need.var)
         self.groups += _Merger(self, list(found.values())).run(self._may_merge(section))
 
     def _phase(self, section: str, node: Node) -> str:
         if section != "loop":
             return "once"
-        return "backward" if node.outputs[0] in self.placement.backward else "forward"
+        if node.scope.backward:
+            return "backward"
+        values = node.outputs or node.inputs  # an equation may have effects alone
+        is_backward = any(var in self.placement.backward for var in values)
+        return "backward" if is_backward else "forward"
+
+    def _part(self, section: str, node: Node) -> Any:
+        """What keeps the equations of a registered task from becoming one program with others."""
+        if node.label is None or self.fuses_all:
+            return None
+        fuses = self.options.fusion and (self.options.fusion_outside or section == "loop")
+        color = node.label.task.color
+        return (color,) if fuses else (color, node.label.name, node.label.scope)
 
     def _may_merge(self, section: str):
         if section == "loop":
@@ -245,6 +277,8 @@ class _Merger:
             for second in self.groups[position + 1 :]:
                 if first.submesh != second.submesh or not rule(first, second, after):
                     continue
+                if not _fit(first.part, second.part):
+                    continue
                 if not _through_third(first, second, after, reach) and not _through_third(
                     second, first, after, reach
                 ):
@@ -261,11 +295,17 @@ class _Merger:
     def _merge(self, first: _Group, second: _Group) -> None:
         first.phases |= second.phases
         first.level = max(first.level, second.level)
+        first.part = second.part if first.part is None else first.part
         first.nodes += second.nodes
         first.needs += second.needs
         for node in second.nodes:
             self.cutter.group_of[node] = first
         self.groups.remove(second)
+
+
+def _fit(first: Any, second: Any) -> bool:
+    """Whether groups of two parts may be one."""
+    return first == second or None in (first, second)
 
 
 def _reachable(after) -> dict[_Group, set[_Group]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from jax.extend import core
 
 from multimesh.errors import PlacementError
-from multimesh.stages.flatten import FlatStep, Node, nbytes
+from multimesh.stages.flat import SCALAR, FlatStep, Node, nbytes
 from multimesh.stages.registry import Label
 
 __all__ = ["EXPENSIVE", "SMALL", "Placement", "place_loop", "place_outside"]
@@ -58,20 +58,23 @@ class Placement:
             self.stage[var] = stage
 
 
-def place_loop(step: FlatStep, submesh_of: Callable[[Label], int], default: int) -> Placement:
+def place_loop(
+    step: FlatStep, submesh_of: Callable[[Label], int], default: int, recompute: bool = True
+) -> Placement:
     """Places the loop's equations.
 
     Args:
       step: The flat step, hoisted.
       submesh_of: The submesh index of a label.
       default: The submesh of equations that nothing decides.
+      recompute: Whether what is cheap may float.
 
     Returns:
       The places of the loop's nodes and values.
     """
     # What reads only the batch has no level of its own: that of its submesh is known afterwards.
-    first = _follow(step, submesh_of, {})[0]
-    placement, undecided = _follow(step, submesh_of, _arrivals(step, first))
+    first = _follow(step, submesh_of, {}, recompute)[0]
+    placement, undecided = _follow(step, submesh_of, _arrivals(step, first), recompute)
     _place_by_readers(step, undecided, placement, default)
     for carry in step.carries:
         place = placement.values.get(carry.update)
@@ -79,10 +82,10 @@ def place_loop(step: FlatStep, submesh_of: Callable[[Label], int], default: int)
     return placement
 
 
-def _follow(step: FlatStep, submesh_of, arrivals) -> tuple[Placement, list[Node]]:
+def _follow(step: FlatStep, submesh_of, arrivals, recompute: bool) -> tuple[Placement, list[Node]]:
     """Places what is labelled, or follows its operands; returns what must be placed otherwise."""
     placement = Placement()
-    varying = {entry.inner for entry in step.slices}
+    varying = {entry.inner for entry in step.slices} | step.varying
     carried = {carry.inner for carry in step.carries}
     leaving = {carry.update for carry in step.carries} | {entry.inner for entry in step.stacked}
     undecided = []
@@ -98,7 +101,8 @@ def _follow(step: FlatStep, submesh_of, arrivals) -> tuple[Placement, list[Node]
         submesh = _loop_submesh(node, placed, placement, submesh_of)
         placement.put(node, submesh, _stage_of(node, submesh, placed, placement, arrivals))
         if submesh is None and (
-            node.eqn.primitive.name in EXPENSIVE
+            (changing and not recompute)
+            or node.eqn.primitive.name in EXPENSIVE
             or any(var in carried for var in node.inputs)
             or any(var in leaving for var in node.outputs)
         ):
@@ -113,7 +117,8 @@ def _arrivals(step: FlatStep, placement: Placement) -> dict[int, int]:
         here = placement.nodes[node]
         if here is None or any(var in placement.backward for var in node.outputs):
             continue
-        if any(placement.values.get(var, here) not in (here, None) for var in node.inputs):
+        from_others = (placement.values.get(var, here) not in (here, None) for var in node.inputs)
+        if node.outputs and any(from_others):
             stage = placement.stage[node.outputs[0]]
             arrivals[here] = min(stage, arrivals.get(here, stage))
     return arrivals
@@ -194,6 +199,7 @@ def place_outside(
     homes: dict[core.Var, int | None],
     replaced: dict[core.Var, core.Var],
     default: int,
+    may_gather: bool = False,
 ) -> dict[core.Var, int | None]:
     """Places the equations before and after the loop, and the arguments.
 
@@ -204,6 +210,7 @@ def place_outside(
       homes: Places of arguments that are known (None: replicated).
       replaced: For each state argument, the value that replaces it.
       default: The submesh of large state that nothing reads.
+      may_gather: Whether a large value may be gathered from several submeshes.
 
     Returns:
       The place of every argument: a submesh, or None for replicated over all of them.
@@ -230,6 +237,7 @@ def place_outside(
             for argument, new in replaced.items()
             if argument not in homes and (place := placement.values.get(new)) is not None
         }
+        found = found or _read_outside(step, placement, homes)
         found = found or {
             argument: default
             for argument in replaced
@@ -238,8 +246,18 @@ def place_outside(
         if not found:
             break
         homes.update(found)
-    _refuse_gathers(step, placement)
+    _refuse_gathers(step, placement, may_gather)
     return {argument: homes.get(argument) for argument in step.arguments}
+
+
+def _read_outside(step: FlatStep, placement: Placement, homes) -> dict[core.Var, int]:
+    """Large arguments that only equations outside the loop read live with the first of those."""
+    readers = reading_stages([*step.before, *step.after], placement)
+    return {
+        argument: min(readers[argument])[1]
+        for argument in step.arguments
+        if argument not in homes and nbytes(argument) > SMALL and readers[argument]
+    }
 
 
 def _from_literals(step: FlatStep) -> set[Node]:
@@ -275,16 +293,20 @@ def _outside_submesh(node: Node, placement: Placement, submesh_of) -> int | None
     return max(read, key=lambda place: (sum(read[place]), -place), default=None)
 
 
-def _refuse_gathers(step: FlatStep, placement: Placement) -> None:
-    """Scalars may join large values of another submesh; vectors and matrices may not."""
+def _refuse_gathers(step: FlatStep, placement: Placement, may_gather: bool) -> None:
+    """Scalars may join large values of another submesh; vectors and matrices may not.
+
+    Gradients are another matter: the sum of those of several submeshes has to be somewhere.
+    """
     for node in (*step.before, *step.after):
         home = placement.nodes[node]
-        if home is None or node in placement.joins or node.label is not None:
+        is_joined = node in placement.joins or node.scope.backward
+        if home is None or is_joined or node.label is not None or may_gather:
             continue
         moved = [
             var
             for var in node.inputs
-            if placement.values.get(var, home) not in (home, None) and nbytes(var) > _SCALAR
+            if placement.values.get(var, home) not in (home, None) and nbytes(var) > SCALAR
         ]
         if moved:
             shapes = ", ".join(var.aval.str_short() for var in moved[:4])
@@ -293,6 +315,3 @@ def _refuse_gathers(step: FlatStep, placement: Placement) -> None:
                 "submeshes at every step. Use a transformation that works leaf by leaf (not "
                 "optax.flatten)."
             )
-
-
-_SCALAR = 64  # bytes: losses, norms, counters and the like

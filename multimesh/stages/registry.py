@@ -5,166 +5,24 @@ and the map from logical axis names, which the model uses, to device axis names.
 how a step is traced or cut; a registry answers one question: which task does this scope belong to?
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from multimesh.errors import RegistryError
+from multimesh.stages.meshes import AxisName, axes_of, task_meshes
+from multimesh.stages.tasks import Form, Rotation, Task, dict_items
 
 __all__ = [
     "Label",
     "Registry",
-    "Task",
-    "TaskMesh",
     "clear_tasks",
     "default_registry",
     "register_task",
 ]
 
-AxisName = str
-DeviceAxes = AxisName | tuple[AxisName, ...] | None
-
-
-@dataclass(frozen=True)
-class TaskMesh:
-    """A submesh: some devices, arranged along named axes.
-
-    Two `TaskMesh`es with equal devices, names and sizes are one submesh, whoever built them.
-
-    Attributes:
-      devices: Positions in `jax.devices()` (not `device.id`), each at most once.
-      axis_names: Names of the device axes.
-      axis_sizes: Sizes of the device axes; their product is the number of devices.
-
-    Raises:
-      RegistryError: The devices, names and sizes do not fit together.
-    """
-
-    devices: tuple[int, ...]
-    axis_names: tuple[AxisName, ...]
-    axis_sizes: tuple[int, ...]
-
-    def __init__(
-        self,
-        devices: Iterable[int],
-        axis_names: Sequence[AxisName],
-        axis_sizes: Sequence[int],
-    ):
-        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
-        sizes = (axis_sizes,) if isinstance(axis_sizes, int) else tuple(axis_sizes)
-        object.__setattr__(self, "devices", _positions(devices))
-        object.__setattr__(self, "axis_names", names)
-        object.__setattr__(self, "axis_sizes", tuple(int(size) for size in sizes))
-        self._check()
-
-    def _check(self):
-        if len(self.axis_names) != len(self.axis_sizes) or len(set(self.axis_names)) != len(
-            self.axis_names
-        ):
-            raise RegistryError(
-                "TaskMesh needs one distinct name for each axis size. "
-                f"Got axis_names={self.axis_names} and axis_sizes={self.axis_sizes}."
-            )
-        if not self.devices or math.prod(self.axis_sizes) != len(self.devices):
-            raise RegistryError(
-                "The product of axis_sizes must be the number of devices. "
-                f"Got axis_sizes={self.axis_sizes} (product {math.prod(self.axis_sizes)}) "
-                f"for {len(self.devices)} devices {self.devices}."
-            )
-
-    def place(self, devices: Iterable[int]) -> "TaskMesh":
-        """Returns a mesh of the same axes on other devices.
-
-        Args:
-          devices: As many positions in `jax.devices()` as this mesh has.
-
-        Raises:
-          RegistryError: The number of devices differs, or one is used twice.
-        """
-        return TaskMesh(devices, self.axis_names, self.axis_sizes)
-
-
-def _positions(devices) -> tuple[int, ...]:
-    try:
-        positions = tuple(int(device) for device in devices)
-    except TypeError as exc:
-        raise RegistryError(
-            "TaskMesh devices must be positions in jax.devices(), such as (0, 1, 2, 3). "
-            f"Got {devices!r}."
-        ) from exc
-    repeated = sorted({device for device in positions if positions.count(device) > 1})
-    if repeated:
-        raise RegistryError(
-            f"A TaskMesh uses each device once. Got device positions {repeated} more than once "
-            f"in {positions}."
-        )
-    if any(device < 0 for device in positions):
-        raise RegistryError(f"Device positions start at 0. Got {positions}.")
-    return positions
-
-
-@dataclass(frozen=True)
-class Task:
-    """Where the modules of a scope run, and how their logical axes lie on the devices.
-
-    Attributes:
-      mesh: The submesh.
-      logical_axes: Pairs (logical name, device axis | tuple of device axes | None). A logical name
-        without an entry is replicated. None: the device axis names are the logical names.
-      name: A name for plans and errors; by default the matched scope.
-
-    Raises:
-      RegistryError: A pair names a device axis that the mesh does not have, or a logical name
-        appears twice.
-    """
-
-    mesh: TaskMesh
-    logical_axes: tuple[tuple[AxisName, DeviceAxes], ...] | None = None
-    name: str | None = None
-
-    def __post_init__(self):
-        if not isinstance(self.mesh, TaskMesh):
-            raise RegistryError(f"Task.mesh must be a TaskMesh. Got {self.mesh!r}.")
-        if self.logical_axes is None:
-            pairs = tuple((name, name) for name in self.mesh.axis_names)
-        else:
-            pairs = tuple(self._pair(pair) for pair in dict_items(self.logical_axes))
-        object.__setattr__(self, "logical_axes", pairs)
-        names = [logical for logical, _ in pairs]
-        if len(set(names)) != len(names):
-            raise RegistryError(f"A logical axis may be mapped once. Got logical_axes={pairs}.")
-
-    @property
-    def axes(self) -> dict[AxisName, DeviceAxes]:
-        """Logical name -> device axes."""
-        return dict(self.logical_axes or ())
-
-    def _pair(self, pair):
-        try:
-            logical, axes = pair
-        except (TypeError, ValueError) as exc:
-            raise RegistryError(
-                "logical_axes must be pairs (logical name, device axis). "
-                f"Got {pair!r} in {self.logical_axes!r}."
-            ) from exc
-        axes = tuple(axes) if isinstance(axes, list) else axes
-        used = (axes,) if isinstance(axes, str) else (axes or ())
-        unknown = [axis for axis in used if axis not in self.mesh.axis_names]
-        if unknown:
-            raise RegistryError(
-                f"logical_axes maps {logical!r} to {axes!r}, but the TaskMesh has the axes "
-                f"{self.mesh.axis_names}."
-            )
-        return logical, axes
-
-
-def dict_items(pairs):
-    """Iterates a mapping's items, or the pairs themselves."""
-    return pairs.items() if hasattr(pairs, "items") else pairs
-
-
-Callback = Callable[[str, bool], Task]
+Callback = Callable[[str, bool], Any]
 
 
 @dataclass(frozen=True)
@@ -174,6 +32,7 @@ class Entry:
     pattern: str
     task: Task | None
     callback: Callback | None
+    form: Form = field(default_factory=Form)
 
     @property
     def depth(self) -> int:
@@ -188,10 +47,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Label:
-    """The answer of a registry: the task of a scope, under a name."""
+    """The answer of a registry: the task of a scope, under a name.
+
+    Attributes:
+      name: For plans and errors.
+      task: The task.
+      scope: What tells tasks of one name apart, where functions bring their own.
+    """
 
     name: str
     task: Task
+    scope: str = ""
 
 
 @dataclass
@@ -200,11 +66,20 @@ class Registry:
 
     Attributes:
       entries: One for each pattern.
+      explicit: The tasks of functions that bring their own, each with what the function is known
+        by: name scope -> (task, origin).
     """
 
     entries: list[Entry] = field(default_factory=list)
+    explicit: dict[str, tuple[Task, Any]] = field(default_factory=dict)
 
-    def add(self, pattern: str, task: Task | None = None, callback: Callback | None = None) -> None:
+    def add(
+        self,
+        pattern: str,
+        task: Task | None = None,
+        callback: Callback | None = None,
+        form: Form | None = None,
+    ) -> None:
         """Registers a pattern; see `register_task`."""
         if (task is None) == (callback is None):
             raise RegistryError(
@@ -224,7 +99,7 @@ class Registry:
                 f"register_task needs a regular expression over module names. "
                 f"Got {pattern!r}: {exc}."
             ) from exc
-        entry = Entry(pattern, task, callback)
+        entry = Entry(pattern, task, callback, form or Form())
         if any(other.pattern == pattern and other != entry for other in self.entries):
             raise RegistryError(
                 f"The pattern {pattern!r} is already registered with another task. "
@@ -233,11 +108,47 @@ class Registry:
         if entry not in self.entries:
             self.entries.append(entry)
 
-    def snapshot(self) -> "Registry":
-        """Returns a copy that later registrations do not change."""
-        return Registry(list(self.entries))
+    def add_explicit(self, task: Task, origin: Any) -> str:
+        """Registers the task of a function that brings its own.
 
-    def label(self, path: tuple[str, ...], backprop: bool) -> tuple[Label, Entry] | None:
+        Args:
+          task: The task; it has a name.
+          origin: What the function is known by.
+
+        Returns:
+          The name scope in which the function's equations must be: the same for the same function
+          with an equal task.
+        """
+        stem = "task." + re.sub(r"[/()]", "_", task.name or "")
+        number = 0
+        found = task, origin
+        while self.explicit.setdefault(scope := f"{stem}.{number}", found) != found:
+            number += 1
+        return scope
+
+    def axis_names(self) -> set[AxisName]:
+        """The names of axes, of devices and logical ones, that are known before a callback's."""
+        tasks = [entry.task for entry in self.entries if entry.task]
+        tasks += [task for task, _ in self.explicit.values()]
+        names: set[AxisName] = set()
+        for task in tasks:
+            names.update(task.mesh.axis_names, task.axes)
+        for entry in self.entries:
+            callback = entry.callback
+            form = callback.form if isinstance(callback, Rotation) else entry.form
+            meshes = callback.meshes if isinstance(callback, Rotation) else (form.shape,)
+            names.update(*(mesh.axis_names for mesh in meshes if mesh), form.device_axes or ())
+            names.update(dict(form.logical_axes or ()))
+        return names
+
+    def snapshot(self) -> "Registry":
+        """Returns a copy that later registrations of patterns do not change.
+
+        A function may bring its task as late as when it is traced; its scope is its own.
+        """
+        return Registry(list(self.entries), self.explicit)
+
+    def label(self, path: tuple[str, ...], backprop: bool) -> tuple[Label, Entry | None] | None:
         """Finds the task of a scope: the innermost component that matches wins.
 
         Args:
@@ -245,13 +156,16 @@ class Registry:
           backprop: Whether the backward pass of the scope is meant.
 
         Returns:
-          The label and the entry that gave it, or None where nothing matches.
+          The label and the entry that gave it (None: the task of a function); or None where
+          nothing matches.
 
         Raises:
           RegistryError: Two patterns match the same component, or a callback returns something
             that is not a Task.
         """
         for end in range(len(path), 0, -1):
+            if (known := self.explicit.get(path[end - 1])) is not None:
+                return Label(known[0].name or path[end - 1], known[0], path[end - 1]), None
             found = [(e, m) for e in self.entries if (m := e.match(path[:end]))]
             if len(found) > 1:
                 patterns = ", ".join(repr(entry.pattern) for entry, _ in found)
@@ -266,11 +180,13 @@ class Registry:
         return None
 
     def _resolve(self, entry: Entry, name: str, backprop: bool) -> Label:
-        task = entry.callback(name, backprop) if entry.callback is not None else entry.task
+        task = entry.task
+        if entry.callback is not None:
+            task = entry.form.task(entry.callback(name, backprop))
         if not isinstance(task, Task):
             raise RegistryError(
-                f"The callback of the pattern {entry.pattern!r} must return a Task. "
-                f"Got {task!r} for name={name!r}, backprop={backprop}."
+                f"The callback of the pattern {entry.pattern!r} must return a Task, or device "
+                f"positions. Got {task!r} for name={name!r}, backprop={backprop}."
             )
         return Label(task.name or name, task)
 
@@ -285,8 +201,21 @@ class Registry:
 default_registry = Registry()
 
 
-def register_task(pattern: str, task: Task | None = None, callback: Callback | None = None) -> None:
+def register_task(
+    pattern: str,
+    task: Task | None = None,
+    callback: Callback | None = None,
+    *,
+    name: str | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    dims: Sequence[int] | None = None,
+    device_axes: Sequence[AxisName] | None = None,
+    logical_axes: Any = None,
+) -> None:
     r"""Says on which submesh the modules of a scope run.
+
+    The task is given as `task`, by `callback`, or by what it is made of: `mesh`, or `devices`.
 
     Args:
       pattern: A regular expression. It must match one component of a module's path fully
@@ -294,15 +223,62 @@ def register_task(pattern: str, task: Task | None = None, callback: Callback | N
         several components match, the innermost wins.
       task: The task of every scope that matches.
       callback: Or a function `(name, backprop) -> Task`, called with the pattern's first group
-        (without a group, the matched text) and whether the backward pass is meant.
+        (without a group, the matched text) and whether the backward pass is meant. It may also
+        return device positions, or `(range(start, stop), color)`: their axes are those of `mesh` or
+        `dims`, or a single one.
+      name: The name of the task.
+      mesh: A `TaskMesh` or a `jax.sharding.Mesh`. With more `devices` than it has, the scopes that
+        match rotate over them: its axes are put on one part of the devices after another, by the
+        number that the pattern's first group is, or in the order in which their names were seen.
+        Scopes of one name are one.
+      devices: Positions in `jax.devices()`, or devices; an array has the shape of the submesh.
+      dims: The shape of the submesh, where `devices` is a list.
+      device_axes: The names of the axes of `devices`.
+      logical_axes: As in `Task`.
 
     Raises:
-      RegistryError: The pattern is no regular expression, not exactly one of task and callback is
-        given, or the pattern is already registered with another task.
+      RegistryError: The pattern is no regular expression, the arguments do not fit together, or the
+        pattern is already registered with another task.
     """
-    default_registry.add(pattern, task, callback)
+    parts = {"name": name, "mesh": mesh, "devices": devices, "dims": dims}
+    parts |= {"device_axes": device_axes, "logical_axes": logical_axes}
+    given = [part for part, value in parts.items() if value is not None]
+    if task is not None and given:
+        raise RegistryError(
+            f"register_task({pattern!r}): a Task says already what {', '.join(given)} would. "
+            "Give one or the other."
+        )
+    form = Form()
+    if given and callback is not None:
+        form = _form_of_callback(pattern, name, mesh, devices, dims, device_axes, logical_axes)
+    elif given:
+        meshes = task_meshes(mesh, devices, dims, device_axes)
+        task = Task(meshes[0], logical_axes, name)
+        if len(meshes) > 1:
+            callback = Rotation(meshes, Form(name, logical_axes=task.logical_axes))
+            task = None
+    default_registry.add(pattern, task, callback, form)
+
+
+def _form_of_callback(pattern, name, mesh, devices, dims, device_axes, logical_axes) -> Form:
+    if devices is not None:
+        raise RegistryError(
+            f"register_task({pattern!r}): a callback says which devices; devices= would, too. "
+            "Give one of them."
+        )
+    names = (device_axes,) if isinstance(device_axes, str) else device_axes
+    shape = axes_of(dims, names) if dims is not None else None
+    if mesh is not None:
+        (shape,) = task_meshes(mesh, None, dims, names)
+    axes = None
+    if logical_axes is not None:
+        pairs = dict_items(logical_axes)
+        axes = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in pairs)
+    if shape is not None:
+        axes = Task(shape, axes).logical_axes if axes else axes
+    return Form(name, shape, None if shape or names is None else tuple(names), axes)
 
 
 def clear_tasks() -> None:
-    """Forgets every registered task. Steps that are already built keep theirs."""
+    """Forgets every registered pattern. Steps that are already built keep their tasks."""
     default_registry.entries.clear()

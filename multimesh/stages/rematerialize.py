@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from multimesh.stages.flatten import FlatStep, Node, is_literal, substitute
+from multimesh.stages.flat import FlatStep, Node, is_literal, substitute
 
 __all__ = ["split_rematerialization"]
 

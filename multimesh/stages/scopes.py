@@ -7,10 +7,12 @@ backward pass of the scope `Net/layer_0/Dense_0`.
 import re
 from dataclasses import dataclass
 
-__all__ = ["LOOP_SCOPE", "Scope", "parse_scope"]
+__all__ = ["LOOP_SCOPE", "SCHEDULE_SCOPE", "Scope", "parse_scope"]
 
 # The name scope of the microbatch loop in a traced step.
 LOOP_SCOPE = "multimesh.microbatches"
+# A name scope inside of it that begins so says which schedule the loop is to have.
+SCHEDULE_SCOPE = "schedule="
 
 _WRAPPED = re.compile(r"[^()/]*\((.*)\)")
 

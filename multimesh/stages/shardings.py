@@ -15,8 +15,10 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.errors import RegistryError
-from multimesh.stages.flatten import FlatStep
-from multimesh.stages.registry import Label, Task, TaskMesh
+from multimesh.stages.flat import FlatStep
+from multimesh.stages.meshes import TaskMesh
+from multimesh.stages.registry import Label
+from multimesh.stages.tasks import Task
 
 __all__ = ["Shardings", "Submesh", "resolve_spec"]
 
@@ -100,6 +102,8 @@ class Shardings:
         fixed: dict[core.Var, NamedSharding],
         rows: int,
         batch_axis: str,
+        automatic: bool = False,
+        replicate_slices: bool = False,
     ):
         """Collects the constraints of a step.
 
@@ -112,12 +116,16 @@ class Shardings:
           fixed: The shardings of arguments that exist already.
           rows: The rows of one microbatch, over all shares.
           batch_axis: The logical name of the batch dimension.
+          automatic: Whether arguments without a constraint are spread over their submesh.
+          replicate_slices: Whether slices of the batch are replicated.
         """
         self.submeshes = submeshes
         self.names = argument_names
         self.fixed = fixed
         self.rows = rows
         self.batch_axis = batch_axis
+        self.automatic = automatic
+        self.replicate_slices = replicate_slices
         self.notices: set[str] = set()
         self.step = step
         self.specs: dict[core.Var, Constraint] = {}
@@ -133,7 +141,10 @@ class Shardings:
         self.sliced = {entry.inner for entry in step.slices}
         self.in_loop = {var for node in step.loop for var in node.outputs} | self.sliced
         self.arguments = set(step.arguments)
+        self.batches = {entry.whole for entry in step.slices}
         self.successor_of = {new: old for old, new in replaced.items() if new not in self.arguments}
+        self._carries_that_succeed()
+        self.everywhere: set[core.Var] = set()
 
     def _from_equations(self) -> None:
         produced: dict[core.Var, Constraint] = {}
@@ -171,6 +182,14 @@ class Shardings:
             if known is not None:
                 self.specs.update(dict.fromkeys(names, known))
 
+    def _carries_that_succeed(self) -> None:
+        """A sum over microbatches that takes the place of an argument lies as it from the start."""
+        for carry in self.step.carries:
+            old = self.successor_of.get(carry.final)
+            for var in (carry.inner, carry.update, carry.initial):
+                if old is not None and var not in self.arguments:
+                    self.successor_of.setdefault(var, old)
+
     def of(self, var: core.Var, submesh: int) -> NamedSharding:
         """Returns how a value lies on a submesh.
 
@@ -179,21 +198,34 @@ class Shardings:
         """
         var = self.successor_of.get(var, var)
         place = self.submeshes[submesh]
+        if var in self.everywhere:
+            return NamedSharding(place.mesh, PartitionSpec())
         if var in self.fixed and self.fixed[var].mesh == place.mesh:
             return self.fixed[var]
         if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended) and not var.aval.shape:
             return NamedSharding(place.mesh, PartitionSpec())
+        if self.replicate_slices and var in self.sliced:
+            return NamedSharding(place.mesh, PartitionSpec())
         spec, label = self.specs.get(var, (None, None))
+        if spec is None and self.automatic and var in self.arguments - self.batches:
+            return NamedSharding(place.mesh, _spread(var.aval.shape, place.mesh))
         if spec is None:
             return NamedSharding(place.mesh, self.rows_spec(var, place))
         return self.constrain(var, spec, label, submesh)
 
     def check(self, homes: dict[core.Var, int | None]) -> None:
-        """Checks that every parameter divides by its axes, on all ranks and before compiling.
+        """Takes note of what is replicated, and checks that every parameter divides by its axes.
+
+        On all ranks, and before compiling.
 
         Raises:
           RegistryError: One does not.
         """
+        self.everywhere = {
+            argument
+            for argument, home in homes.items()
+            if home is None and argument not in self.batches
+        }
         for argument, home in homes.items():
             if home is not None:
                 self.of(argument, home)
@@ -234,7 +266,7 @@ class Shardings:
         task = ", ".join(dict.fromkeys(task.name or "" for task in place.tasks)).strip(", ")
         where = f"task {task!r}" if task else f"submesh {place.task_mesh.devices}"
         what = f"dimension {dimension} of size {var.aval.shape[dimension]}"
-        if var in self.names and var not in self.sliced:
+        if var in self.names and var not in self.sliced | self.step.varying:
             raise RegistryError(
                 f"The parameter {self.names[var]} of shape {var.aval.shape} cannot be sharded in "
                 f"{where}: {what} does not divide by the {how}. Change the layer's "
@@ -247,6 +279,14 @@ class Shardings:
         if notice not in self.notices:
             self.notices.add(notice)
             logger.warning(notice)
+
+
+def _spread(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """All axes of a mesh on the first dimension that divides by its devices."""
+    for dimension, size in enumerate(shape):
+        if size and size % mesh.devices.size == 0:
+            return PartitionSpec(*(None,) * dimension, mesh.axis_names)
+    return PartitionSpec()
 
 
 class _Cohorts:

@@ -6,7 +6,8 @@ in the backward pass too.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -17,21 +18,15 @@ from jax.sharding import AbstractMesh
 from multimesh._compat import jaxprs_in_params, unknown_axis
 from multimesh.errors import UsageError
 
-__all__ = ["logical_axis_names", "shapes", "trace"]
+__all__ = ["is_tracing", "shapes", "trace"]
 
 
-def logical_axis_names(tasks: Iterable, extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns every axis name that is known before tracing, sorted.
+_tracing: ContextVar[bool] = ContextVar("multimesh tracing", default=False)
 
-    Args:
-      tasks: The registered tasks.
-      extra: Further names: axes of the user's mesh, the batch axis.
-    """
-    names = set(extra)
-    for task in tasks:
-        names.update(task.mesh.axis_names)
-        names.update(task.axes)
-    return tuple(sorted(names))
+
+def is_tracing() -> bool:
+    """Whether a program is being traced in which logical axis names have a meaning."""
+    return _tracing.get()
 
 
 def trace(function: Callable, args: Sequence, names: Sequence[str]) -> core.ClosedJaxpr:
@@ -84,8 +79,12 @@ def _logical_context(names: Sequence[str]):
     mesh = AbstractMesh((1,) * len(names), tuple(names))
     # Flax's own logical constraints trace to nothing without rules: each name stands for itself.
     rules = [(name, name) for name in names]
-    with jax.sharding.use_abstract_mesh(mesh), nn.logical_axis_rules(rules):
-        yield
+    token = _tracing.set(True)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh), nn.logical_axis_rules(rules):
+            yield
+    finally:
+        _tracing.reset(token)
 
 
 def _shard_map_error(detail: str) -> UsageError:

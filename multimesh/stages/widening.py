@@ -13,7 +13,7 @@ from collections import defaultdict
 
 from jax.extend import core
 
-from multimesh.stages.flatten import FlatStep, Node, nbytes
+from multimesh.stages.flat import FlatStep, Node, nbytes
 from multimesh.stages.placement import EXPENSIVE, Placement
 
 __all__ = ["widen_after_crossing"]

@@ -9,11 +9,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.batch import BatchSpec
+from multimesh.initial import make_leaves
 from multimesh.jax.flax._model import Model
 from multimesh.source import Context
-from multimesh.stages.initialize import Initializer
 from multimesh.stages.trace import shapes, trace
-from multimesh.state import assemble
 from multimesh.step import Step
 
 __all__ = ["Initialization", "MutableTrainState", "companions", "counter_sharding"]
@@ -75,26 +74,9 @@ class Initialization:
         if shares > 1:  # an initializer may read the batch, so it gets all of it
             gathered = step.shares.gather(context.group, example)
             example = [np.concatenate(leaf) for leaf in zip(*gathered, strict=True)]
-        state = step.state
         closed = trace(self.state, self._arguments(self.spec.rows * shares), self.names)
-        initializer = Initializer(
-            closed,
-            [self.data, *example],
-            state.submeshes,
-            state.homes,
-            lambda leaf, submesh: state.local_sharding(leaf, submesh),
-        )
-        made = {place: initializer.run(initializer.compile(place)) for place in state.mine}
-        leaves = []
-        for index, home in enumerate(state.homes):
-            if home is None:
-                parts = {place: leaves_of[index] for place, leaves_of in made.items()}
-                leaves.append(assemble(parts, state.everywhere))
-            elif home in made:
-                leaves.append(made[home][index])
-            else:
-                leaves.append(state.absent(index))
-        return jax.tree.unflatten(state.tree, leaves)
+        leaves = make_leaves(step, closed, [self.data, *example])
+        return jax.tree.unflatten(step.state.tree, leaves)
 
 
 def companions(state: TrainState) -> dict[int, int]:
