@@ -11,11 +11,13 @@ How a step flows through the package, in the order in which the parts import one
     lowering                       a rank's instructions: run, post, send, take
     executor                       runs them
     fingerprint                    compares the plans of all ranks
+    dump                           writes plans and programs to a folder
     trees                          how pytrees differ, for errors
     batch, state, results          what enters and leaves a step
     checkpoint                     the state on disk
     source                         what a step computes: traced, cut and planned
     step, steps                    a compiled, callable step; one for each shape of batch
+    initial                        the first state, each leaf made where it lives
     jax                            the public API: multimesh.jax, multimesh.jax.flax
     pytest_plugin                  tests that run on several ranks: @pytest.mark.mpi(ranks=2)
 

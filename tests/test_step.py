@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from support.functions import aligned
 
 from multimesh.errors import UsageError
 from multimesh.jax import Task, TaskMesh, Weighted, clear_tasks, fetch, register_task
@@ -24,15 +25,6 @@ def stages():
     register_task("head", task=Task(TaskMesh((1,), ("x",), (1,))))
     yield
     clear_tasks()
-
-
-def aligned(array):
-    """A copy at an address that JAX's CPU devices would use in place."""
-    memory = np.empty(array.nbytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    view = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    view[...] = array
-    return view
 
 
 def batch(seed=0):

@@ -1,14 +1,15 @@
 """The microbatch loop of a step, in the form that `multimesh.stages.flatten` opens."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from multimesh.stages.scopes import LOOP_SCOPE
+from multimesh.stages.scopes import LOOP_SCOPE, SCHEDULE_SCOPE
 
-__all__ = ["loop_over_microbatches", "microbatch_shapes"]
+__all__ = ["loop_over_microbatches", "microbatch_shapes", "sum_over"]
 
 
 def microbatch_shapes(batch: Any) -> Any:
@@ -48,6 +49,28 @@ def loop_over_microbatches(
 
         (sums, carried), stacked = jax.lax.scan(body, (zeros, carried), (batch, numbers))
     return sums, stacked, carried
+
+
+def sum_over(function: Callable[[jax.Array], Any], count: int, schedule: str | None = None) -> Any:
+    """Adds up a function of the number of a microbatch.
+
+    Args:
+      function: From an int32 scalar to a pytree of arrays; it slices its microbatch by itself.
+      count: How many microbatches there are.
+      schedule: The name of the schedule that the loop asks for.
+
+    Returns:
+      The sum, in the dtypes of the function's results.
+    """
+
+    def one(carried, _, number):
+        return jax.tree.map(jnp.asarray, function(number)), (), carried
+
+    wish = jax.named_scope(f"{SCHEDULE_SCOPE}{schedule}") if schedule else nullcontext()
+    shapes = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
+    with wish:
+        sums, _, _ = loop_over_microbatches(one, (), (), jax.lax.iota(jnp.int32, count))
+    return jax.tree.map(lambda total, like: total.astype(like.dtype), sums, shapes)
 
 
 def _wide(dtype: Any) -> Any:

@@ -15,6 +15,7 @@ from multimesh import config
 
 ROOT = jobs.REPOSITORY
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+REFERENCE = ROOT / "docs" / "reference"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -26,17 +27,56 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+PROGRAMS = [page for page in PAGES if blocks(page, "python")]
+# `init` can be called once only.
+TOGETHER = [page for page in PROGRAMS if page.parent == REFERENCE and page.stem != "init"]
+ALONE = [page for page in PROGRAMS if page not in TOGETHER]
+
+
+def write_program(page, folder):
+    """Writes the program of a page."""
+    path = folder / f"{page.stem}.py"
+    path.write_text("\n".join(blocks(page, "python")))
+    return path
+
+
+def printed_by(rank, result):
+    lines = result.stdout.splitlines()
+    return [line[4:] for line in lines if line.startswith(f"[{rank}]")]
+
+
+def shows(page, printed):
+    """Whether lines hold the output of a page; libraries may print some of their own in between."""
+    shown = "".join(blocks(page, "output")).splitlines()
+    return [line for line in printed if line in shown] == shown
+
+
+@pytest.mark.parametrize("page", ALONE, ids=name)
 def test_programs_run_and_print_what_is_shown(page, tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text("\n".join(blocks(page, "python")))
+    result = jobs.run_script(write_program(page, tmp_path), ranks=2, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert all(shows(page, printed_by(rank, result)) for rank in range(2)), result.stdout
+
+
+def test_reference_programs_run_and_print_what_is_shown(tmp_path):
+    """One job runs them all: most of the time of each would be the start of Python."""
+    paths = [str(write_program(page, tmp_path)) for page in TOGETHER]
+    program = tmp_path / "all.py"
+    program.write_text(
+        "import runpy\n"
+        f"for path in {paths}:\n"
+        "    print('page', path)\n"
+        "    runpy.run_path(path)\n"
+        "    from multimesh.jax import clear_tasks\n"
+        "    clear_tasks()\n"
+    )
     result = jobs.run_script(program, ranks=2, timeout=300)
     assert result.returncode == 0, result.stderr
-    shown = "".join(blocks(page, "output")).splitlines()
     for rank in range(2):
-        printed = [line[4:] for line in result.stdout.splitlines() if line.startswith(f"[{rank}]")]
-        # Libraries may print lines of their own in between.
-        assert [line for line in printed if line in shown] == shown
+        printed = "\n".join(printed_by(rank, result)).split("page ")[1:]
+        assert [part.splitlines()[0] for part in printed] == paths
+        for page, part in zip(TOGETHER, printed, strict=True):
+            assert shows(page, part.splitlines()), part
 
 
 def test_the_first_program_runs_in_one_process(tmp_path):
@@ -68,6 +108,17 @@ def test_commands_name_what_exists(page):
     assert extras <= project["optional-dependencies"].keys()
     files = re.findall(r"\b(?:examples|scripts|tests|benchmarks)/[\w/.-]+", shell)
     assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_every_function_has_a_page():
+    from multimesh import jax
+    from multimesh.jax import flax
+
+    # What docs/api.md and docs/checkpoints.md are about.
+    told = {"Task", "TaskMesh", "Weighted", "clear_tasks", "fetch", "prefetch"}
+    told |= {"GlobalStep", "LocalStep", "parallelize_eval", "parallelize_step"}
+    functions = {*jax.__all__, *flax.__all__} - told
+    assert functions | {"init", "replicate_inputs"} == {page.stem for page in REFERENCE.glob("*")}
 
 
 def test_ci_runs_the_command_that_readers_are_told():

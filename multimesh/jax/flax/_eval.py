@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from multimesh.batch import BatchSpec
 from multimesh.errors import UsageError
+from multimesh.jax._context import make_context
 from multimesh.jax._fetch import check_target, fetch
 from multimesh.jax._loop import loop_over_microbatches
 from multimesh.jax._loss import as_parts, finish, is_weighted
@@ -23,7 +24,6 @@ from multimesh.jax.flax._options import (
     check_reduction,
     compare_requests,
     evaluation,
-    make_context,
 )
 from multimesh.source import StepSource
 from multimesh.step import Step, build_step

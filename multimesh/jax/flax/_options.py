@@ -9,51 +9,28 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh
 
 from multimesh.batch import BatchSpec
 from multimesh.errors import UsageError
 from multimesh.fingerprint import compare
 from multimesh.jax.flax._linen import LinenModel
-from multimesh.jax.flax._mesh import StepMesh, plain_mesh
 from multimesh.jax.flax._model import Model
 from multimesh.jax.flax._nnx import NnxModel, NnxTrainState
-from multimesh.launch import require_init
 from multimesh.source import Context
-from multimesh.stages.registry import default_registry
-from multimesh.transport import connect
 from multimesh.trees import list_names
 
 __all__ = [
     "batch_spec",
     "check_axis",
+    "check_flags",
     "check_reduction",
     "collection_names",
     "compare_requests",
     "evaluation",
     "key_parts",
-    "make_context",
     "make_model",
     "random_keys",
 ]
-
-
-def make_context(mesh: "Mesh | StepMesh | None") -> Context:
-    """Finds the devices, the tasks and the other ranks.
-
-    Args:
-      mesh: What the user gave; a `StepMesh` brings the tasks of its step.
-
-    Raises:
-      StartupError: A launcher started several ranks, but `init` was not called.
-      UsageError: `mesh` is no mesh.
-    """
-    require_init()
-    if mesh is not None and not isinstance(mesh, Mesh | StepMesh):
-        raise UsageError(f"mesh must be a jax.sharding.Mesh or None. Got {mesh!r}.")
-    registry = mesh.registry if isinstance(mesh, StepMesh) else default_registry.snapshot()
-    group, transport = connect()
-    return Context(plain_mesh(mesh), registry, group, transport)
 
 
 def batch_spec(local_batch: Any, global_batch: Any, num_microbatches: Any) -> BatchSpec:
@@ -84,6 +61,17 @@ def batch_spec(local_batch: Any, global_batch: Any, num_microbatches: Any) -> Ba
             f"({spec.names[0]} has shape {spec.shapes[0]}). Each microbatch needs a row."
         )
     return spec
+
+
+def check_flags(**flags: Any) -> None:
+    """Checks arguments that are True or False.
+
+    Raises:
+      UsageError: One is something else.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{name} must be True or False. Got {value!r}.")
 
 
 def random_keys(rngs: Any) -> dict[str, tuple[np.ndarray, Any]]:

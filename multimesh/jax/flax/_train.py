@@ -11,16 +11,17 @@ from flax.training.train_state import TrainState
 
 from multimesh.batch import BatchSpec
 from multimesh.errors import UsageError
-from multimesh.jax.flax._mesh import StepMesh
+from multimesh.jax._context import make_context
+from multimesh.jax._mesh import StepMesh
 from multimesh.jax.flax._objective import LossFunction, Objective, train
 from multimesh.jax.flax._options import (
     batch_spec,
     check_axis,
+    check_flags,
     check_reduction,
     collection_names,
     compare_requests,
     key_parts,
-    make_context,
     make_model,
     random_keys,
 )
@@ -151,6 +152,7 @@ def parallelize_step(
     batch_axis: str = "batch",
     schedule: str = "1f1b",
     donate: bool = True,
+    replicate_inputs: bool = False,
     rngs: Any = None,
     mutable: Any = None,
 ) -> LocalStep | GlobalStep:
@@ -178,8 +180,10 @@ def parallelize_step(
         microbatches unless the loss is `Weighted`.
       has_aux: Whether `loss_fn` also returns metrics.
       batch_axis: The logical name of the rows in `logical_axes`.
-      schedule: "1f1b" or "gpipe".
+      schedule: "1f1b", "gpipe" or "wavefront".
       donate: Whether a step may overwrite the state it is given.
+      replicate_inputs: Whether every device of a stage that reads the batch gets all of it,
+        whatever its task maps `batch_axis` to. A `local_batch` then is the whole batch, too.
       rngs: Random numbers of the step, such as dropout's: a dict from kind to base key. `loss_fn`
         gets `rngs=`, the keys folded with the step's number and then the microbatch's. Not for
         NNX, whose modules hold their streams.
@@ -198,7 +202,8 @@ def parallelize_step(
       UsageError: An argument, the registry, the model or the batch does not fit.
       RankMismatchError: The ranks were given different things.
     """
-    _check_arguments(optimizer, loss_fn, init_fn, reduction, donate)
+    _check_arguments(optimizer, loss_fn, init_fn, reduction)
+    check_flags(donate=donate, replicate_inputs=replicate_inputs)
     keys = random_keys(rngs)
     first_key = key_parts(
         jax.random.key(42) if rng is None else rng,
@@ -214,6 +219,7 @@ def parallelize_step(
         "batch_axis": batch_axis,
         "schedule": schedule,
         "donate": donate,
+        "replicate_inputs": replicate_inputs,
         "kind of batch": "local_batch" if global_batch is None else "global_batch",
         "keys of rngs": {name: (data.tolist(), str(impl)) for name, (data, impl) in keys.items()},
     }
@@ -237,6 +243,7 @@ def parallelize_step(
             batch_axis=batch_axis,
             schedule=schedule,
             donate=donate,
+            replicate_inputs=replicate_inputs,
         )
         return build_step(source, context)
 
@@ -249,7 +256,7 @@ def parallelize_step(
     return GlobalStep(StepFunction(steps, has_aux), state, step_mesh)
 
 
-def _check_arguments(optimizer, loss_fn, init_fn, reduction, donate) -> None:
+def _check_arguments(optimizer, loss_fn, init_fn, reduction) -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UsageError(
             "optimizer must be an optax gradient transformation, such as optax.adam(1e-3). "
@@ -258,6 +265,4 @@ def _check_arguments(optimizer, loss_fn, init_fn, reduction, donate) -> None:
     for name, function in (("loss_fn", loss_fn), ("init_fn", init_fn)):
         if function is not None and not callable(function):
             raise UsageError(f"{name} must be a function or None. Got {function!r}.")
-    if not isinstance(donate, bool):
-        raise UsageError(f"donate must be True or False. Got {donate!r}.")
     check_reduction(reduction)
