@@ -182,7 +182,14 @@ class Registry:
     def _resolve(self, entry: Entry, name: str, backprop: bool) -> Label:
         task = entry.task
         if entry.callback is not None:
-            task = entry.form.task(entry.callback(name, backprop))
+            result = entry.callback(name, backprop)
+            try:
+                task = entry.form.task(result)
+            except RegistryError as exc:
+                raise RegistryError(
+                    f"The callback of the pattern {entry.pattern!r} must return a Task, or device "
+                    f"positions. Got {result!r} for name={name!r}, backprop={backprop}: {exc}"
+                ) from exc
         if not isinstance(task, Task):
             raise RegistryError(
                 f"The callback of the pattern {entry.pattern!r} must return a Task, or device "
