@@ -10,6 +10,7 @@ import pytest
 from support.synchronous import Synchronous
 
 from multimesh import _mpi
+from multimesh.jax import clear_tasks
 from multimesh.launch.environment import detect_launcher
 
 pytest.register_assert_rewrite("support.transport_contract")
@@ -19,3 +20,11 @@ if detect_launcher() is not None:
     os.environ["MULTIMESH_POISON"] = "1"
 if os.environ.get("TESTS_SYNCHRONOUS_SENDS"):
     _mpi.communicator = functools.cache(lambda make=_mpi.communicator: Synchronous(make()))
+
+
+@pytest.fixture
+def no_tasks():
+    """No task is registered before the test, nor after it."""
+    clear_tasks()
+    yield
+    clear_tasks()

@@ -11,7 +11,6 @@ from support.functions import Pair, agrees, batch, positions, row, same
 from multimesh.errors import UsageError
 from multimesh.jax import (
     autoshard,
-    clear_tasks,
     context,
     enable_fast_path,
     enable_recomputation,
@@ -26,14 +25,7 @@ from multimesh.jax import (
 )
 from multimesh.stages.registry import default_registry
 
-pytestmark = pytest.mark.mpi(ranks=(1, 2))
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    clear_tasks()
-    yield
-    clear_tasks()
+pytestmark = [pytest.mark.mpi(ranks=(1, 2)), pytest.mark.usefixtures("no_tasks")]
 
 
 def chain(devices):

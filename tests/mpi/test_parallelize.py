@@ -11,21 +11,13 @@ from support.functions import Pair, agrees, aligned, batch, positions, row, same
 from multimesh.errors import RankMismatchError, UsageError
 from multimesh.jax import (
     autoshard,
-    clear_tasks,
     parallelize,
     register_task,
     task,
     with_sharding_constraint,
 )
 
-pytestmark = pytest.mark.mpi(ranks=(1, 2))
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    clear_tasks()
-    yield
-    clear_tasks()
+pytestmark = [pytest.mark.mpi(ranks=(1, 2)), pytest.mark.usefixtures("no_tasks")]
 
 
 def pairs(devices):

@@ -14,7 +14,6 @@ from support.functions import HIDDEN, WIDTH, Pair, agrees, batch, positions, row
 import multimesh.jax.flax
 from multimesh.errors import PlacementError, UsageError
 from multimesh.jax import (
-    clear_tasks,
     fetch,
     microbatch,
     parallelize,
@@ -23,14 +22,7 @@ from multimesh.jax import (
     with_sharding_constraint,
 )
 
-pytestmark = pytest.mark.mpi(ranks=(1, 2))
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    clear_tasks()
-    yield
-    clear_tasks()
+pytestmark = [pytest.mark.mpi(ranks=(1, 2)), pytest.mark.usefixtures("no_tasks")]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import multimesh.jax.flax
 from multimesh.errors import RegistryError, UsageError
 from multimesh.jax import (
     Task,
-    clear_tasks,
     microbatch,
     mjit,
     parallelize,
@@ -25,14 +24,7 @@ from multimesh.jax import (
 )
 from multimesh.jax.flax import parallelize_step, shard_axes
 
-pytestmark = pytest.mark.mpi(ranks=(1, 2))
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    clear_tasks()
-    yield
-    clear_tasks()
+pytestmark = [pytest.mark.mpi(ranks=(1, 2)), pytest.mark.usefixtures("no_tasks")]
 
 
 def both(params, x, first, second):
