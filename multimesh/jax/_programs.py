@@ -37,11 +37,13 @@ class Program:
       step: The step, whose state is `(params, batch)`.
       numbers: The numbers of the microbatches, placed.
       params: How many leaves of the state are parameters.
+      names: A name of each leaf of the state, for errors.
     """
 
     step: Step
     numbers: PlacedBatch
     params: int
+    names: tuple[str, ...]
 
 
 class Programs:
@@ -108,7 +110,8 @@ class Programs:
             renews=lambda results: find_renewed(params, results),
         )
         step = build_step(source, self.context)
-        return Program(step, step.prepare(()), count)
+        names = tuple(name.removeprefix(".") for name in step.state.names)
+        return Program(step, step.prepare(()), count, names)
 
     def place(self, program: Program, tree: Any, first: int, name: str) -> Any:
         """Brings arguments to where a program reads them.
@@ -117,22 +120,20 @@ class Programs:
           program: The program.
           tree: The parameters or the batch.
           first: The number of its first leaf.
-          name: What it is, for errors.
+          name: Which of the two it is.
 
         Returns:
           The tree, of arrays as the program takes them.
         """
         shardings = program.step.state.shardings
-        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+        leaves, structure = jax.tree.flatten(tree)
+        part = slice(first, first + len(leaves))
+        names = program.names[part]
         self._compared[name] += 1
         if self._compared[name] <= COMPARED:
-            named = {name + jax.tree_util.keystr(path): leaf for path, leaf in paths}
-            self.compare_values(named)
-        leaves = [
-            self.mover.move(leaf, shardings[first + index], name + jax.tree_util.keystr(path))
-            for index, (path, leaf) in enumerate(paths)
-        ]
-        return jax.tree.unflatten(structure, leaves)
+            self.compare_values(dict(zip(names, leaves, strict=True)))
+        moved = map(self.mover.move, leaves, shardings[part], names)
+        return jax.tree.unflatten(structure, list(moved))
 
     def compare_values(self, named: Mapping[str, Any]) -> None:
         """Checks that every rank gives the same numbers. Collective.
