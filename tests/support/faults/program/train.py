@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-import jax  # noqa: F401  # as users do; otherwise init imports it, and the ranks meet later
+import jax  # as users do; otherwise init imports it, and the ranks meet later
 import numpy as np
 
 from multimesh import init
@@ -37,7 +37,7 @@ def main():
     fault.may_strike("before-init")
     init(cpus=options.ranks)
     # What takes seconds; meanwhile the others would not have come to where they wait.
-    import multimesh.jax.flax  # noqa: F401
+    import multimesh.jax  # noqa: F401
 
     fault.may_strike("before-first-step")
     step_fn, state = build_step(options.ranks)
@@ -108,11 +108,11 @@ def strike_import(fault):
 
 
 def strike_compile(fault):
-    def loss_fn(params, batch):
+    def loss(params, batch):
         fault.tell()
         raise InjectedFault("compile")
 
-    build_step(fault.options.ranks, loss_fn)
+    build_step(fault.options.ranks, loss)
 
 
 def strike_loader(fault):
@@ -154,40 +154,30 @@ def make_batch(rows):
     return np.ones((rows, WIDTH), np.float32)
 
 
-def build_step(ranks, loss_fn=None):
+def build_step(ranks, loss=None):
     """A pipeline of as many stages as ranks, each of which multiplies by its parameters."""
-    import optax
-    from flax import linen as nn
+    from multimesh.jax import microbatch, parallelize, task
 
-    from multimesh.jax import Task, TaskMesh, clear_tasks, register_task
-    from multimesh.jax.flax import parallelize_step
+    stages = [task(multiply, f"stage_{rank}", devices=[rank]) for rank in range(ranks)]
 
-    class Scale(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x * self.param("scale", nn.initializers.ones, (WIDTH,))
+    def default_loss(params, batch):
+        for stage, scale in zip(stages, params, strict=True):
+            batch = stage(scale, batch)
+        return batch.sum()
 
-    class Scales(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for stage in range(ranks):
-                x = Scale(name=f"stage_{stage}")(x)
-            return x.sum()
+    gradient = microbatch(jax.value_and_grad(loss or default_loss), 0, ranks // 2, argnum=1)
 
-    def place(name, backprop):
-        return Task(TaskMesh((int(name),), ("x",), (1,)))
+    def step(params, batch):
+        value, gradients = gradient(params, batch)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
-    clear_tasks()
-    register_task(r"stage_(\d+)", callback=place)
-    step_fn, state, _ = parallelize_step(
-        Scales(),
-        optax.sgd(0.1),
-        loss_fn=loss_fn,
-        global_batch=make_batch(ranks),
-        num_microbatches=2,
-        reduction="sum",
-    )
-    return step_fn, state
+    step_fn, place = parallelize(step, initial_batch=make_batch(ranks))
+    params = place([np.ones(WIDTH, np.float32)] * ranks)
+    return step_fn, params
+
+
+def multiply(scale, x):
+    return x * scale
 
 
 def parse_options():
