@@ -28,6 +28,8 @@ class Answer:
     stacks: str = ""
 
 
+_LONG = 2.0  # seconds: who has not moved for so long is not about to
+
 Answers = Mapping[int, Answer]
 """Answers by rank, of those that answered."""
 
@@ -96,15 +98,20 @@ def find_culprit(answers: Answers, rank: int, size: int) -> int | None:
 def _follow(answers: Answers, rank: int) -> list[int]:
     """From a rank to one that it waits for, and so on, to one that waits for none or comes again.
 
-    Of several ranks that one waits for, one that waits for none itself is the reason.
+    Of several ranks that one waits for, one that waits for none itself is the reason: rather one
+    that says so and does not move than one of several that do not answer, and may be late.
     """
+
+    def seems_late(rank: int) -> bool:
+        return rank not in answers or answers[rank].still < _LONG
+
     path = [rank]
     while path[-1] in answers and path[-1] not in path[:-1]:
         waits_for = answers[path[-1]].waits_for
         free = [r for r in waits_for if r not in answers or not answers[r].waits_for]
         if not waits_for:
             break
-        path.append((free or waits_for)[0])
+        path.append(min(free, key=seems_late) if free else waits_for[0])
     return path
 
 

@@ -70,6 +70,12 @@ def test_who_waits_for_whom(waits_for, cycle, culprit_of_0):
     assert find_culprit(answers(**waits_for), 0, size=3) == culprit_of_0
 
 
+@pytest.mark.parametrize(("still", "culprit"), [(7.0, 2), (0.5, 1)])
+def test_a_rank_that_says_that_it_does_not_move_is_rather_it_than_silent_ones(still, culprit):
+    heard = answers(r0=[1, 2, 3]) | answers(still, r2=[])
+    assert find_culprit(heard, 0, size=4) == culprit
+
+
 def test_a_report_has_a_line_for_every_rank():
     text = report("It hangs.", answers(r0=[1], r1=[0]), ["n1", "n1", "n2"])
     assert text == (

@@ -316,6 +316,13 @@ def test_the_culprit_of_a_stall_is_named():
     )
 
 
+def test_a_stopped_rank_is_the_culprit_whatever_others_make_of_it():
+    stop = message(Kind.STOPPED, 1, '{"signal": 19}')
+    stall = message(Kind.FAILING, 0, '{"code": 1, "traceback": "mine", "culprit": 0}')
+    failure = verdict_after(stop, stall).failure
+    assert failure.reason == "rank 1 on n1 was stopped by SIGSTOP while rank 0 on n1 waited for it"
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_rank_that_ends_before_init_is_not_waited_for(is_first):
     joining = message(Kind.JOINING, 0, '{"timeout": 60}')

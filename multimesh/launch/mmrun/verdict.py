@@ -239,6 +239,7 @@ class Verdict:
         place = self.place(number)
         if self.request and self._is_as_asked(self.request, number, code, signal, traceback):
             return
+        culprit = self._revise(culprit)
         if culprit is not None and culprit != number:
             text = f"{self._state(culprit)} while {place} waited for it"
             self.fail(number, text, code, traceback)
@@ -252,6 +253,11 @@ class Verdict:
             self.fail(number, f"{place} failed with exit code {code}", code, traceback)
         elif rank.is_python and not rank.has_finished:
             self.fail(number, f"{place} left with exit code 0 before its program had ended", 1)
+
+    def _revise(self, culprit: int | None) -> int | None:
+        """The rank that a job hangs because of: one whose process is stopped, if there is any."""
+        stopped = [number for number, rank in self._ranks.items() if rank.stop_signal]
+        return stopped[0] if culprit is not None and stopped else culprit
 
     def _may_be_echo(self, number, number_of_signal) -> bool:
         """Whether a rank may have been aborted because rank 0, which JAX needs, is gone."""
