@@ -8,7 +8,7 @@ import numpy as np
 from multimesh.errors import UsageError
 from multimesh.transport import connect
 
-__all__ = ["check_target", "fetch"]
+__all__ = ["check_target", "fetch", "numbers"]
 
 
 def fetch(tree: Any, to: int | str = "all") -> Any:
@@ -60,7 +60,7 @@ def check_target(to: Any, size: int) -> None:
 def _host(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
-    return _wrap(leaf, np.asarray(_numbers(leaf)))
+    return _wrap(leaf, np.asarray(numbers(leaf)))
 
 
 def _pieces(leaf: Any) -> list[tuple[tuple[slice, ...], np.ndarray]]:
@@ -68,7 +68,7 @@ def _pieces(leaf: Any) -> list[tuple[tuple[slice, ...], np.ndarray]]:
     if not isinstance(leaf, jax.Array):
         return []
     return [
-        (shard.index, np.asarray(_numbers(shard.data)))
+        (shard.index, np.asarray(numbers(shard.data)))
         for shard in leaf.addressable_shards
         if shard.replica_id == 0
     ]
@@ -84,18 +84,19 @@ def _assemble(leaf: Any, pieces: list) -> Any:
     return _wrap(leaf, whole)
 
 
-def _is_key(leaf: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _numbers(leaf: jax.Array) -> jax.Array:
+def numbers(leaf: Any) -> Any:
+    """Returns an array's numbers: itself, but for random keys their data."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _wrap(leaf: jax.Array, numbers: np.ndarray) -> Any:
+def _wrap(leaf: jax.Array, values: np.ndarray) -> Any:
     """NumPy has no keys: they come back as a JAX array of this process."""
     return (
-        jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
+        jax.random.wrap_key_data(values, impl=jax.random.key_impl(leaf))
         if _is_key(leaf)
-        else numbers
+        else values
     )

@@ -1,5 +1,6 @@
 """Brings arrays to where a program reads them, from wherever they are."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,18 +32,28 @@ class Mover:
         self.context = context
         self.channels: dict[tuple, Channel] = {}
 
-    def move(self, leaf: Any, sharding: NamedSharding, name: str) -> jax.Array:
-        """Returns a leaf with a sharding. Collective where the leaf is an array of several ranks.
+    def move(
+        self, leaves: Sequence[Any], shardings: Sequence[NamedSharding], names: Sequence[str]
+    ) -> list[jax.Array]:
+        """Gives leaves their shardings. Collective where one is an array of several ranks.
 
         Args:
-          leaf: An array of the host, of this process, or of all ranks; or a number.
-          sharding: How it is to lie.
-          name: What it is, for errors.
+          leaves: Arrays of the host, of this process, or of all ranks; or numbers.
+          shardings: How each is to lie.
+          names: What each is, for errors.
+
+        Returns:
+          The arrays; those that lie as they are to, as they came.
 
         Raises:
-          UsageError: The leaf was donated, or is no array.
+          UsageError: A leaf was donated, or is no array.
           RankMismatchError: The ranks do not move the same.
         """
+        moved = [self._move(*each) for each in zip(leaves, shardings, names, strict=True)]
+        self.context.transport.flush()
+        return moved
+
+    def _move(self, leaf: Any, sharding: NamedSharding, name: str) -> jax.Array:
         if isinstance(leaf, jax.Array):
             if leaf.is_deleted():
                 raise UsageError(
@@ -79,12 +90,10 @@ class Mover:
         channel.post(0)
         if leaf.sharding.addressable_devices:
             channel.send(0, [leaf])
-        if sharding.addressable_devices:
-            (leaf,) = channel.take(0)
-        else:
-            leaf = without_shards(leaf.shape, leaf.dtype, sharding)
-        self.context.transport.flush()
-        return leaf
+        if not sharding.addressable_devices:
+            return without_shards(leaf.shape, leaf.dtype, sharding)
+        (moved,) = channel.take(0)
+        return moved
 
 
 def _copy(part: Any, device: jax.Device) -> jax.Array:

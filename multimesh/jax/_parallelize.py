@@ -12,7 +12,7 @@ from multimesh.errors import UsageError
 from multimesh.initial import make_leaves
 from multimesh.jax._context import make_context
 from multimesh.jax._contexts import chosen_options
-from multimesh.jax._fetch import fetch
+from multimesh.jax._fetch import fetch, numbers
 from multimesh.jax._mesh import StepMesh
 from multimesh.jax._moving import is_global
 from multimesh.jax._programs import Programs, shape_of
@@ -250,8 +250,7 @@ class _Traced:
         self.shapes = shapes(self._call, self._avals(), self.names)
 
     def _value(self, index: int) -> np.ndarray:
-        leaf = self.leaves[index]
-        value = np.asarray(jax.random.key_data(leaf) if index in self.impls else leaf)
+        value = np.asarray(numbers(self.leaves[index]))
         return value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
 
     def _avals(self) -> list[jax.ShapeDtypeStruct]:

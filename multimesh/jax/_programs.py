@@ -12,6 +12,7 @@ import numpy as np
 from multimesh.batch import COMPARED, BatchSpec, PlacedBatch
 from multimesh.errors import UsageError
 from multimesh.fingerprint import compare
+from multimesh.jax._fetch import numbers
 from multimesh.jax._moving import Mover, is_global
 from multimesh.source import Context, StepSource
 from multimesh.step import Step, build_step
@@ -132,8 +133,7 @@ class Programs:
         self._compared[name] += 1
         if self._compared[name] <= COMPARED:
             self.compare_values(dict(zip(names, leaves, strict=True)))
-        moved = map(self.mover.move, leaves, shardings[part], names)
-        return jax.tree.unflatten(structure, list(moved))
+        return jax.tree.unflatten(structure, self.mover.move(leaves, shardings[part], names))
 
     def compare_values(self, named: Mapping[str, Any]) -> None:
         """Checks that every rank gives the same numbers. Collective.
@@ -175,9 +175,8 @@ class Programs:
 def _digest(value: Any, ranks: int) -> str:
     if is_global(value, ranks):
         return "an array of all ranks"
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    return f"numbers with the checksum {zlib.crc32(np.ascontiguousarray(value).tobytes()):08x}"
+    value = np.ascontiguousarray(numbers(value))
+    return f"numbers with the checksum {zlib.crc32(value.tobytes()):08x}"
 
 
 def shape_of(tree: Any, name: str) -> Any:
@@ -187,33 +186,40 @@ def shape_of(tree: Any, name: str) -> Any:
       UsageError: A leaf is none of these.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = []
     for path, leaf in paths:
-        where = name + jax.tree_util.keystr(path)
-        if isinstance(leaf, jax.core.Tracer):
-            raise UsageError(
-                f"{where} is being traced (by jax.jit, jax.grad or the like), but a parallelized "
-                "function runs on several meshes and cannot be part of another program. Transform "
-                "the function first: parallelize(jax.value_and_grad(fun))."
-            )
-        leaves.append(_shape(leaf, where))
-    return jax.tree.unflatten(structure, leaves)
+        problem = _why_no_array(leaf)
+        if problem:
+            raise UsageError(f"{name}{jax.tree_util.keystr(path)} {problem}")
+    return jax.tree.unflatten(structure, [_shape(leaf) for _, leaf in paths])
 
 
-def _shape(leaf: Any, where: str) -> jax.ShapeDtypeStruct:
+def _why_no_array(leaf: Any) -> str | None:
+    """Says what is wrong with an argument; None where it is an array, a number or a shape."""
+    if isinstance(leaf, jax.core.Tracer):
+        return (
+            "is being traced (by jax.jit, jax.grad or the like), but a parallelized function runs "
+            "on several meshes and cannot be part of another program. Transform the function "
+            "first: parallelize(jax.value_and_grad(fun))."
+        )
+    if isinstance(leaf, np.ndarray) and (leaf.dtype == object or leaf.dtype.kind in "USMm"):
+        return f"must be an array of numbers. Got {leaf.dtype}."
+    arrays = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
+    if not isinstance(leaf, arrays | bool | int | float | complex):
+        return f"must be an array or a number. Got {type(leaf).__name__}."
+    return None
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
-    if not is_array and not isinstance(leaf, bool | int | float | complex):
-        raise UsageError(f"{where} must be an array or a number. Got {type(leaf).__name__}.")
-    if isinstance(leaf, np.ndarray) and (leaf.dtype == object or leaf.dtype.kind in "USMm"):
-        raise UsageError(f"{where} must be an array of numbers. Got {leaf.dtype}.")
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)
         )
     dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, weak_type=not is_array)
+    return jax.ShapeDtypeStruct(
+        np.shape(leaf), dtype, weak_type=not isinstance(leaf, np.ndarray | np.generic)
+    )
 
 
 def _text(shapes: Any) -> str:

@@ -112,13 +112,7 @@ def cut(
       PlacementError: The step cannot be cut.
     """
     labels = Labels(registry, mesh, closed, options.ignore_transforms)
-    step = flatten(closed, labels, signature.number)
-    step.varying = frozenset(step.arguments[index] for index in signature.varying)
-    if not keep_loop:
-        step = count_by_number(step, step.arguments[signature.number])
-    step = split_rematerialization(step)
-    if step.slices and not keep_loop:
-        step = hoist(step)
+    step = _flat(closed, labels, signature, keep_loop)
     if check_patterns:
         labels.check_patterns()
     elif signature.scattered:
@@ -159,11 +153,29 @@ def cut(
     )
     shardings.check(places)
     tasks = partition(step, placement, needs, options).tasks
-    results: dict[core.Var, int | None] = dict.fromkeys(step.outputs)
+    results = _results(step, placement, signature, places, replaced)
+    return CutStep(step, tuple(submeshes), placement, places, tasks, results, shardings)
+
+
+def _flat(
+    closed: core.ClosedJaxpr, labels: Labels, signature: Signature, keep_loop: bool
+) -> FlatStep:
+    """The step as one list of equations, in the form that can be placed."""
+    step = flatten(closed, labels, signature.number)
+    step.varying = frozenset(step.arguments[index] for index in signature.varying)
+    if not keep_loop:
+        step = count_by_number(step, step.arguments[signature.number])
+    step = split_rematerialization(step)
+    return hoist(step) if step.slices and not keep_loop else step
+
+
+def _results(step, placement, signature, places, replaced):
+    """Where the caller gets each result: in place of an argument, where it is computed, or all."""
+    results = dict.fromkeys(step.outputs)
     if signature.scattered:
         results = {var: placement.values.get(var) if var.aval.shape else None for var in results}
     results.update({result: places[argument] for argument, result in replaced.items()})
-    return CutStep(step, tuple(submeshes), placement, places, tasks, results, shardings)
+    return results
 
 
 def _home(sharding, mesh):

@@ -271,6 +271,15 @@ POLICIES |= {
         jax.checkpoint_policies.dots_saveable,
         jax.checkpoint_policies.save_only_these_names("hidden"),
     ),
+    "save_and_offload_only_these_names": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "offload_dot_with_no_batch_dims": jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    ),
 }
 
 
