@@ -30,7 +30,9 @@ def dump_step(
     """
     digests = describe_plan(plan)
     topics = ("traced step", "placement", "shardings", "schedule")
-    place = Path(folder) / "-".join(["step", *(digests[topic][:6] for topic in topics)])
+    place = Path(folder).expanduser() / "-".join(
+        ["step", *(digests[topic][:6] for topic in topics)]
+    )
     try:
         place.mkdir(parents=True, exist_ok=True)
         if rank == 0:

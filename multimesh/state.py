@@ -4,7 +4,7 @@ A rank outside a leaf's submesh holds the same array without a shard: shape, dty
 there, the numbers are not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -14,12 +14,21 @@ from multimesh.errors import UsageError
 from multimesh.plan import Instance, Plan
 from multimesh.trees import difference
 
-__all__ = ["State", "assemble", "without_shards"]
+__all__ = ["State", "assemble", "lies_as", "without_shards"]
 
 
 def without_shards(shape, dtype, sharding: NamedSharding) -> jax.Array:
     """Returns the array of a rank that has no device of a submesh."""
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+
+
+def lies_as(array: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether an array has a sharding, perhaps spelled otherwise: JAX pads that of random keys."""
+    theirs = array.sharding
+    if theirs == sharding:
+        return True
+    is_named = isinstance(theirs, NamedSharding) and theirs.mesh == sharding.mesh
+    return is_named and theirs.is_equivalent_to(sharding, array.ndim)
 
 
 def assemble(parts: Mapping[int, jax.Array], sharding: NamedSharding) -> jax.Array:
@@ -52,7 +61,18 @@ class State:
         tree: Any,
         mesh: Mesh,
         rank: int,
+        donated: Collection[int] = (),
     ):
+        """Finds the slots of the leaves.
+
+        Args:
+          plan: The plan.
+          slots: The rank's slots.
+          tree: The tree of the state.
+          mesh: All devices of the step.
+          rank: This process.
+          donated: The leaves that the step may overwrite.
+        """
         self.tree = tree
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         cut = plan.cut
@@ -64,6 +84,7 @@ class State:
             for argument, home in zip(self.arguments, self.homes, strict=True)
         ]
         self.submeshes = cut.submeshes
+        self.donated = frozenset(donated)
         self.names = [jax.tree_util.keystr(path) for path, _ in _paths(tree)]
         self._placed: list[tuple[int, int]] = []
         self._replicated: list[tuple[int, list[tuple[int, int]]]] = []
@@ -108,6 +129,7 @@ class State:
                 f"{difference(self.tree, state)}"
             )
         self.check(leaves)
+        self.check_distinct(leaves)
         for index, slot in self._placed:
             store[slot] = leaves[index]
         for index, used in self._replicated:
@@ -122,7 +144,7 @@ class State:
             leaves, self.arguments, self.shardings, self.names, strict=True
         ):
             if isinstance(leaf, jax.Array):
-                if leaf.sharding == sharding and leaf.shape == argument.aval.shape:
+                if lies_as(leaf, sharding) and leaf.shape == argument.aval.shape:
                     if leaf.is_deleted():
                         raise UsageError(
                             f"The state leaf {name} was donated to an earlier step. Use the state "
@@ -136,6 +158,18 @@ class State:
                 f"The state leaf {name} must be {argument.aval.str_short()} on {sharding}. "
                 f"Got {got}. Pass the train_state that parallelize_step or step_fn returned."
             )
+
+    def check_distinct(self, leaves: list) -> None:
+        """Checks that what is donated is given once: its memory can be taken over only once."""
+        places: dict[int, int] = {}
+        for index, leaf in enumerate(leaves if self.donated else ()):
+            other = places.setdefault(id(leaf), index)
+            if other != index and not self.donated.isdisjoint((index, other)):
+                raise UsageError(
+                    f"The state leaves {self.names[other]} and {self.names[index]} are one array, "
+                    "which cannot be donated: the step overwrites it for one of them. Copy it for "
+                    "the other (jax.numpy.copy), or do not donate the state."
+                )
 
     def _copies(self, index: int, leaf: jax.Array) -> dict[int, jax.Array]:
         known = self.copies.get(index)

@@ -75,8 +75,9 @@ class Step:
         rank = context.group.rank
         cut = self.plan.cut
         state_leaves = traced.state_tree.num_leaves
-        donate = [cut.step.arguments[leaf] for leaf in sorted(traced.donated)]
-        program = rank_program(self.plan, rank, self._donatable(donate))
+        arguments = cut.step.arguments
+        donated = [leaf for leaf in sorted(traced.donated) if self._is_replaced(leaf)]
+        program = rank_program(self.plan, rank, [arguments[leaf] for leaf in donated])
         compiled = self._compile(program, rank)
         self.compile_count = len(compiled)
         channels = self._open_channels()
@@ -84,7 +85,7 @@ class Step:
         warm_up(cut.submeshes, rank)
         self.executor = Executor(self.plan, program, compiled, channels, context.transport)
         self.placer = Placer(self.plan, state_leaves, source.spec, traced.shares, context.group)
-        self.state = State(self.plan, program.slots, traced.state_tree, context.mesh, rank)
+        self.state = State(self.plan, program.slots, traced.state_tree, context.mesh, rank, donated)
         first_state = traced.results_tree.num_leaves
         self.results = Results(self.plan, program.slots, first_state, self.state)
         self.slots = program.slots
@@ -102,14 +103,11 @@ class Step:
                 compiled[index, number] = compile_task(task, cut.step, cut.shardings, donated)
         return compiled
 
-    def _donatable(self, arguments: Sequence) -> list:
-        """State on one submesh that is replaced; what is returned as it came is kept."""
+    def _is_replaced(self, leaf: int) -> bool:
+        """Whether a leaf of the state lies on one submesh, and is not returned as it came."""
         cut = self.plan.cut
-        return [
-            argument
-            for argument in arguments
-            if cut.homes[argument] is not None and argument not in cut.step.outputs
-        ]
+        argument = cut.step.arguments[leaf]
+        return cut.homes[argument] is not None and argument not in cut.step.outputs
 
     def _open_channels(self) -> dict[tuple[int, int], Channel]:
         """Opens a channel for each bundle and size of microbatch, in one order on all ranks."""

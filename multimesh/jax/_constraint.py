@@ -96,12 +96,16 @@ def _known(spec: PartitionSpec) -> PartitionSpec:
 
 
 def mjit(
-    fun: Callable[..., Any], *, in_shardings: Any = None, out_shardings: Any = None, **options: Any
+    fun: Callable[..., Any] | None = None,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """`jax.jit` whose shardings are `PartitionSpec`s of logical axis names.
 
     Args:
-      fun: The function.
+      fun: The function. Without one, what this returns decorates one.
       in_shardings: For its positional arguments, without static ones: a spec for all of them, or a
         tuple of one for each, in which a spec also stands for a tree. None: as they are.
       out_shardings: Likewise, for the results.
@@ -110,6 +114,10 @@ def mjit(
     Returns:
       The function. Outside of a step, logical names have no meaning, and it is a plain `jax.jit`.
     """
+    if fun is None:
+        return functools.partial(
+            mjit, in_shardings=in_shardings, out_shardings=out_shardings, **options
+        )
     static = _static_positions(fun, options)
 
     @functools.wraps(fun)

@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -52,9 +53,10 @@ def microbatch(
       unrolling: Has no meaning here; a warning says so.
       arg_shardings: How the slices are to lie: a `PartitionSpec` of logical names for each leaf of
         the argument, or one for all.
-      custom_schedule: For each submesh the order of its tasks: their names, or pairs (microbatch,
-        name). Tasks are named as in `sharded_fun.plan.tasks` (F0, B0, F1B1), or by the registered
-        name where one task alone has it. Every task stands there once for each microbatch.
+      custom_schedule: For each submesh, as the program comes to them, the order of its tasks: their
+        names, or pairs (microbatch, name). Tasks are named as in `sharded_fun.plan.tasks` (F0, B0,
+        F1B1), or by the registered name where one task alone has it. Every task stands there once
+        for each microbatch.
 
     Returns:
       A function of the same arguments. With a single slice it is `fun` itself that runs.
@@ -64,7 +66,7 @@ def microbatch(
     """
     text = _schedule_text(schedule, custom_schedule)
     for name, value in (("dim", dim), ("size", size), ("argnum", argnum)):
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise UsageError(f"microbatch: {name} must be an integer. Got {value!r}.")
     if size < 1 or argnum < 0:
         raise UsageError(

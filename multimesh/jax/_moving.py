@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from multimesh.errors import UsageError
 from multimesh.fingerprint import compare
 from multimesh.source import Context
-from multimesh.state import without_shards
+from multimesh.state import lies_as, without_shards
 from multimesh.transport import Channel, Layout, Transfer
 
 __all__ = ["Mover", "is_global"]
@@ -60,7 +60,7 @@ class Mover:
                     f"{name} was donated to an earlier call. Use what that call returned, or do "
                     "not donate it."
                 )
-            if leaf.sharding == sharding:
+            if lies_as(leaf, sharding):
                 return leaf
             if is_global(leaf, self.context.group.size):
                 return self._transfer(leaf, sharding, name)

@@ -15,7 +15,7 @@ from multimesh.jax._contexts import chosen_options
 from multimesh.jax._fetch import fetch, numbers
 from multimesh.jax._mesh import StepMesh
 from multimesh.jax._moving import is_global
-from multimesh.jax._programs import Programs, shape_of
+from multimesh.jax._programs import Programs, shape_of, strong
 from multimesh.plan import Plan
 from multimesh.stages.meshes import device_positions
 from multimesh.stages.trace import shapes, trace
@@ -71,7 +71,7 @@ def parallelize(
         return plain if initial_batch is None else plain[:2]
     programs = Programs(fun, make_context(_mesh(devices)))
     known = _Known(init_params, get_input_batch, initial_batch)
-    functions = ShardedFunction(programs), InitShardedParams(programs, known)
+    functions = ShardedFunction(programs, known), InitShardedParams(programs, known)
     return (
         functions if initial_batch is not None else (*functions, GetShardedBatch(programs, known))
     )
@@ -85,6 +85,8 @@ def _mesh(devices: Any) -> Mesh | StepMesh | None:
     if devices is None or isinstance(devices, Mesh | StepMesh):
         return devices
     positions = device_positions(devices).ravel()
+    if not positions.size:
+        raise UsageError("devices must name one device or more, or be left out. Got none.")
     count = len(jax.devices())
     if len({*positions}) != len(positions) or not all(0 <= each < count for each in positions):
         raise UsageError(
@@ -97,8 +99,9 @@ def _mesh(devices: Any) -> Mesh | StepMesh | None:
 class ShardedFunction:
     """`sharded_fun(params, batch)`: the function, on the submeshes of its tasks."""
 
-    def __init__(self, programs: Programs):
+    def __init__(self, programs: Programs, known: "_Known"):
         self._programs = programs
+        self._known = known
 
     @property
     def plan(self) -> Plan | None:
@@ -128,7 +131,9 @@ class ShardedFunction:
           RankMismatchError: The ranks were given different things.
           StallError: Another rank did not send in time.
         """
-        return self._programs.run(params, batch)
+        results = self._programs.run(params, batch)
+        self._known.note_call(params, batch)
+        return results
 
 
 class _Known:
@@ -137,18 +142,28 @@ class _Known:
     def __init__(self, init_params, get_input_batch, initial_batch):
         self.init_params = init_params
         self.get_input_batch = get_input_batch
-        self._batch = None if initial_batch is None else shape_of(initial_batch, "initial_batch")
-        self._params: Any = None
+        # None where nothing is known yet: a batch may be None itself.
+        self._batch: tuple[Any] | None = None
+        if initial_batch is not None:
+            self._batch = (shape_of(initial_batch, "initial_batch"),)
+        self._params: tuple[Any] | None = None
         self._made: Any = None
 
     def note_batch(self, batch: Any) -> None:
-        self._batch = shape_of(batch, "batch")
+        self._batch = (strong(shape_of(batch, "batch")),)
 
-    def note_params(self, params: Any) -> None:
-        self._params = params
+    def note_params(self, shapes: Any) -> None:
+        self._params = (strong(shapes),)
 
-    def batch(self) -> Any:
-        """The shapes of the batch, or None."""
+    def note_call(self, params: Any, batch: Any) -> None:
+        """The function was called: its arguments say what is not known otherwise."""
+        if self._batch is None:
+            self.note_batch(batch)
+        if self._params is None:
+            self.note_params(shape_of(params, "params"))
+
+    def batch(self) -> tuple[Any] | None:
+        """The shapes of the batch, as a tuple of one; or None."""
         if self._batch is None and _needs_nothing(self.get_input_batch):
             self._made = (self.get_input_batch(),)
             self.note_batch(*self._made)
@@ -163,8 +178,8 @@ class _Known:
         self.note_batch(batch)
         return batch
 
-    def params(self, names: tuple[str, ...]) -> Any:
-        """The shapes of the parameters, or None."""
+    def params(self, names: tuple[str, ...]) -> tuple[Any] | None:
+        """The shapes of the parameters, as a tuple of one; or None."""
         if self._params is None and _needs_nothing(self.init_params):
             self.note_params(shapes(self.init_params, (), names))
         return self._params
@@ -199,12 +214,13 @@ class InitShardedParams:
         Raises:
           UsageError: The shapes of the batch are not known yet.
         """
-        batch = self._known.batch()
-        if batch is None:
+        known = self._known.batch()
+        if known is None:
             raise UsageError(
                 "Where parameters live depends on the shapes of the batch, which are not known "
                 "yet. Give initial_batch= to parallelize, or call get_sharded_batch first."
             )
+        (batch,) = known
         if self._known.init_params is None:
             if len(args) != 1 or kwargs:
                 raise UsageError(
@@ -212,14 +228,15 @@ class InitShardedParams:
                     f"else. Got {len(args)} arguments and {len(kwargs)} by name."
                 )
             (params,) = args
-            self._known.note_params(shape_of(params, "params"))
-            program = self._programs.of(params, batch)
+            shapes = strong(shape_of(params, "params"))
+            self._known.note_params(shapes)
+            program = self._programs.of(shapes, batch)
             return self._programs.place(program, params, 0, "params")
         traced = _Traced(self._known.init_params, args, kwargs, self._programs)
         values = enumerate(traced.values)
         self._programs.compare_values({f"array {i} for init_params": v for i, v in values})
         self._known.note_params(traced.shapes)
-        program = self._programs.of(traced.shapes, batch)
+        program = self._programs.of(strong(traced.shapes), batch)
         leaves = make_leaves(program.step, traced.closed(), traced.values, program.params)
         return jax.tree.unflatten(jax.tree.structure(traced.shapes), leaves)
 
@@ -288,8 +305,9 @@ class GetShardedBatch:
           yet, as it came: `sharded_fun` then brings it to its place.
         """
         batch = self._known.make_batch(*args, **kwargs)
-        params = self._known.params(self._programs.context.axis_names("batch"))
-        if params is None:
+        known = self._known.params(self._programs.context.axis_names("batch"))
+        if known is None:
             return batch
-        program = self._programs.of(params, batch)
+        (params,) = known
+        program = self._programs.of(params, strong(shape_of(batch, "batch")))
         return self._programs.place(program, batch, program.params, "batch")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from multimesh.batch import COMPARED, BatchSpec, PlacedBatch
 from multimesh.errors import UsageError
@@ -17,7 +18,7 @@ from multimesh.jax._moving import Mover, is_global
 from multimesh.source import Context, StepSource
 from multimesh.step import Step, build_step
 
-__all__ = ["Program", "Programs", "shape_of"]
+__all__ = ["Program", "Programs", "shape_of", "strong"]
 
 # The function takes its batch as an argument like any other, and slices it by itself.
 _NO_BATCH = BatchSpec(jax.tree.structure(()), (), (), (), 1)
@@ -82,8 +83,7 @@ class Programs:
         """
         shapes = shape_of(params, "params"), shape_of(batch, "batch")
         leaves, tree = jax.tree.flatten(shapes)
-        # Python numbers become arrays where they are placed: that is no other program.
-        key = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves)
         if key not in self._known:
             self._known[key] = self._build(*shapes)
         self.latest = self._known[key]
@@ -179,8 +179,16 @@ def _digest(value: Any, ranks: int) -> str:
     return f"numbers with the checksum {zlib.crc32(value.tobytes()):08x}"
 
 
+def strong(shapes: Any) -> Any:
+    """Returns the shapes of what numbers and weakly typed arrays are once they are placed."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
+
+
 def shape_of(tree: Any, name: str) -> Any:
     """Returns the shapes of a pytree of arrays, numbers, or shapes.
+
+    Numbers are weakly typed, as for `jax.jit`. What is placed is not: a rank without a part of an
+    array could not tell.
 
     Raises:
       UsageError: A leaf is none of these.
@@ -213,9 +221,9 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)
-        )
+        is_placed = isinstance(leaf.sharding, NamedSharding)
+        is_weak = not is_placed and getattr(leaf, "weak_type", False)  # random keys have none
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak)
     dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
     return jax.ShapeDtypeStruct(
         np.shape(leaf), dtype, weak_type=not isinstance(leaf, np.ndarray | np.generic)

@@ -11,7 +11,9 @@ from multimesh.stages.meshes import task_meshes
 from multimesh.stages.registry import default_registry
 from multimesh.stages.tasks import Task
 
-__all__ = ["task"]
+__all__ = ["TASK_SCOPE", "task"]
+
+TASK_SCOPE = "_multimesh_task_scope"  # the attribute by which a class is known to be a task's
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
 
@@ -97,7 +99,8 @@ def _within(function: Callable[..., Any], scope: str) -> Any:
 
 def _subclass(cls: type, scope: str) -> Any:
     """A class of the same name whose instances are called within a scope."""
-    call = getattr(cls, "__call__", None)  # noqa: B004  # of the instances, not of the class
+    # Every class has a `__call__` of its metaclass's: that which makes instances.
+    call = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
     if call is None:
         raise UsageError(f"task needs a class whose instances can be called. Got {cls!r}.")
 
@@ -106,7 +109,12 @@ def _subclass(cls: type, scope: str) -> Any:
         with jax.named_scope(scope):
             return super(made, self).__call__(*args, **kwargs)
 
-    body = {"__call__": scoped, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    body = {
+        TASK_SCOPE: scope,
+        "__call__": scoped,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
     body["__qualname__"] = cls.__qualname__
     made: Any = type(cls)(cls.__name__, (cls,), body)
     return made

@@ -84,6 +84,14 @@ class Request:
     def _check_others(self) -> None:
         if self.process_id is not None and not _is_integer(self.process_id):
             raise StartupError(f"process_id must be an integer or None. Got {self.process_id!r}.")
+        if not isinstance(self.coordinator_address, str | None):
+            raise StartupError(
+                "coordinator_address must be a text such as 'host:port', or None. "
+                f"Got {self.coordinator_address!r}."
+            )
+        ids = self.local_device_ids
+        if ids is not None and not all(map(_is_integer, ids if isinstance(ids, tuple) else (ids,))):
+            raise StartupError(f"local_device_ids must be integers or None. Got {ids!r}.")
         limit = self.initialization_timeout
         is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
         if limit is not None and not (is_number and 0 < limit <= LONGEST):
@@ -91,7 +99,8 @@ class Request:
                 f"initialization_timeout must be positive seconds, at most {LONGEST}. "
                 f"Got {limit!r}."
             )
-        if self.dump is not None and not isinstance(self.dump, str):
+        is_folder = isinstance(self.dump, str) and self.dump and "\0" not in self.dump
+        if self.dump is not None and not is_folder:
             raise StartupError(f"dump must be the name of a folder or None. Got {self.dump!r}.")
 
     def check_ranks(self, size: int, rank: int) -> None:
@@ -111,7 +120,7 @@ class Request:
             )
         if self.num_processes not in (None, size):
             raise StartupError(
-                f"num_processes={self.num_processes}, but {size} ranks were started: the launcher "
+                f"num_processes={self.num_processes}, but {_count(size)} started: the launcher "
                 f"says how many there are. Use `mmrun -n {self.num_processes}`, or leave it out."
             )
         if self.process_id not in (None, rank):
@@ -127,6 +136,10 @@ class Request:
             for name, reason in _MEANINGLESS.items()
             if getattr(self, name) is not None
         ]
+
+
+def _count(ranks: int) -> str:
+    return "1 rank was" if ranks == 1 else f"{ranks} ranks were"
 
 
 def _is_integer(value: Any) -> bool:

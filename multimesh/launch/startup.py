@@ -68,17 +68,24 @@ def init(
         coordinator_address=coordinator_address,
         num_processes=num_processes,
         process_id=process_id,
-        local_device_ids=_hashable(local_device_ids),
+        local_device_ids=_plain(local_device_ids),
         initialization_timeout=initialization_timeout,
         dump=os.fspath(dump) if isinstance(dump, os.PathLike) else dump,
         debug=debug,
     )
     request.check()
-    _initialize(request)
+    before = dict(os.environ)
+    try:
+        _initialize(request)
+    except StartupError:  # what is refused leaves nothing behind
+        for name in _settings(request):
+            os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in _settings(request) if name in before})
+        raise
 
 
-def _hashable(ids: Any) -> Any:
-    return tuple(ids) if isinstance(ids, Iterable) else ids
+def _plain(ids: Any) -> Any:
+    return tuple(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else ids
 
 
 def require_init():
@@ -106,14 +113,22 @@ def _initialize(request):
     # Not at the top: mmrun and programs that never call init shall not pay for it.
     from multimesh.launch import joining
 
-    settings = {"MULTIMESH_DUMP": request.dump, "MULTIMESH_STACKS": "1" if request.debug else None}
-    settings["MULTIMESH_START_TIMEOUT"] = request.initialization_timeout
-    os.environ.update({name: str(value) for name, value in settings.items() if value is not None})
+    os.environ.update(_settings(request))
     launcher = _parallel_launcher()
     if launcher is not None:
         joining.join_ranks(request, launcher)
     else:
         joining.start_alone(request)
+
+
+def _settings(request: Request) -> dict[str, str]:
+    """What a request says by environment variables, as a user could."""
+    settings = {
+        "MULTIMESH_DUMP": request.dump,
+        "MULTIMESH_STACKS": "1" if request.debug else None,
+        "MULTIMESH_START_TIMEOUT": request.initialization_timeout,
+    }
+    return {name: str(value) for name, value in settings.items() if value is not None}
 
 
 def _parallel_launcher() -> Launcher | None:

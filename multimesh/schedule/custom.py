@@ -7,6 +7,7 @@ next microbatch of F0) or "2:F0" (microbatch 2).
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from multimesh.errors import ScheduleError, UsageError
@@ -46,7 +47,7 @@ def _entry_text(entry: Any) -> str:
         raise _no_table(entry)
     if microbatch is None:
         return name
-    if isinstance(microbatch, bool) or not isinstance(microbatch, int) or microbatch < 0:
+    if isinstance(microbatch, bool) or not isinstance(microbatch, Integral) or microbatch < 0:
         raise _no_table(entry)
     return f"{microbatch}:{name}"
 
@@ -125,7 +126,8 @@ def _check_counts(graph: TaskGraph, actions: Sequence[Action]) -> None:
         if found != graph.microbatches:
             wrong.append(f"{task.name} {found} times")
         elif any(counts[action] != 1 for action in expected):
-            wrong.append(f"{task.name} not once for each microbatch")
+            missing = [each.microbatch for each in expected if not counts[each]]
+            wrong.append(f"{task.name} not for microbatch {', '.join(map(str, sorted(missing)))}")
     if wrong:
         raise ScheduleError(
             f"custom_schedule must have each task exactly {graph.microbatches} times, once for "

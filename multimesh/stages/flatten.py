@@ -36,8 +36,13 @@ logger = logging.getLogger("multimesh")
 Labeler = Callable[[Scope], Label | None]
 
 
-# Calls that mean no more than their body.
-_INLINED = {"jit", "pjit", "closed_call", "core_call"}
+# Calls that mean no more than their body; derivatives have been taken already.
+_INLINED = {
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
+}  # fmt: skip
+
+# What users write around tasks: a task inside of it, inside of a task, is looked for.
+_CONTROL_FLOW = {"scan", "while", "cond", "checkpoint", "remat", "remat2"}
 
 
 def flatten(closed: core.ClosedJaxpr, labeler: Labeler, number: int | None = None) -> FlatStep:
@@ -162,32 +167,32 @@ class _Opener:
         return self.emit(eqn, args, here, out)
 
     def emit(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
-        label = self.labeler(scope)
-        if label is None and (labels := self.body_labels(eqn, scope)):
-            if len({labelled.task.mesh for labelled in labels}) > 1:
-                names = sorted(labelled.name for labelled in labels)
-                raise PlacementError(
-                    f"A `{eqn.primitive.name}` in scope {'/'.join(scope.path) or '(top)'!r} spans "
-                    f"several tasks: {', '.join(names)}. A loop cannot be cut: write its "
-                    "iterations as separate modules (a Python loop), or keep it inside one task."
-                )
-            label = labels[0]
+        labels = self.body_labels(eqn, scope)
+        if len(labels) > 1:
+            names = sorted(labelled.name for labelled in labels)
+            raise PlacementError(
+                f"A `{eqn.primitive.name}` in scope {'/'.join(scope.path) or '(top)'!r} spans "
+                f"several tasks: {', '.join(names)}. A loop cannot be cut: write its "
+                "iterations as separate modules (a Python loop), or keep it inside one task."
+            )
+        label = labels[0] if labels else self.labeler(scope)
         outvars = [new_variable(var.aval) for var in eqn.outvars]
         out.append(Node(eqn.replace(invars=list(args), outvars=outvars), scope, label))
         return outvars
 
     def body_labels(self, eqn, scope: Scope) -> list[Label]:
-        """The distinct tasks inside an equation that has sub-programs."""
-        if self.labeler(scope) is not None:
+        """The tasks, of distinct submeshes, inside an equation that has sub-programs."""
+        is_transparent = eqn.primitive.name in _CONTROL_FLOW | _INLINED
+        if not is_transparent and self.labeler(scope) is not None:
             return []
         found: dict[Any, Label] = {}
         for jaxpr in jaxprs_in_params(eqn.params):
             for inner in jaxpr.eqns:
                 inside = scope + parse_scope(equation_scope_text(inner))
-                label = self.labeler(inside)
-                labels = [label] if label else self.body_labels(inner, inside)
-                for each in labels:
-                    found.setdefault(each.task.mesh, each)
+                labels: list[Label | None] = [*self.body_labels(inner, inside)]
+                for each in labels or [self.labeler(inside)]:
+                    if each is not None:
+                        found.setdefault(each.task.mesh, each)
         return list(found.values())
 
     def constrain_argument(self, eqn, argument, scope: Scope, out: list[Node]) -> Atom:
@@ -210,13 +215,14 @@ class _Opener:
     def must_open(self, eqn, scope: Scope, out: list[Node]) -> bool:
         """Whether the branches of a `cond` may lie on several submeshes.
 
-        Outside the loop is the optimizer, which has no task. Without a loop there may be tasks.
+        Outside the loop is the optimizer, which has no task. Without a loop there may be tasks. A
+        branch that is opened is always computed, and a `while` in it might then never end.
         """
-        if self.labeler(scope) is not None:
-            return False
         labels = self.body_labels(eqn, scope)
+        if len(labels) < 2 and self.labeler(scope) is not None:
+            return False
         is_optimizer = out is self.step.after and (self.loops == 1 or not labels)
-        return is_optimizer or len(labels) > 1
+        return (is_optimizer and not _may_go_on(eqn)) or len(labels) > 1
 
     def both_branches(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
         """Evaluates every branch of a `cond` and selects: they may lie on several submeshes."""
@@ -330,6 +336,13 @@ class _Opener:
         whole = self.traced(lambda *parts: jnp.stack(parts), parts, scope, out)
         self.stacks[whole] = parts
         return whole
+
+
+def _may_go_on(eqn) -> bool:
+    """Whether an equation is or holds a loop that ends by a condition."""
+    return eqn.primitive.name == "while" or any(
+        _may_go_on(inner) for body in jaxprs_in_params(eqn.params) for inner in body.eqns
+    )
 
 
 def _around_loop(scope: Scope) -> Scope:

@@ -49,6 +49,8 @@ class TaskMesh:
         self._check()
 
     def _check(self):
+        if not all(isinstance(name, str) for name in self.axis_names):
+            raise RegistryError(f"Names of axes must be texts. Got {self.axis_names!r}.")
         if len(self.axis_names) != len(self.axis_sizes) or len(set(self.axis_names)) != len(
             self.axis_names
         ):
@@ -192,7 +194,10 @@ def _sizes(dims: Any) -> tuple[int, ...]:
 def _names(device_axes: Any, sizes: Sequence[int]) -> tuple[str, ...]:
     if device_axes is None and len(sizes) == 1:
         return ("devices",)
-    names = (device_axes,) if isinstance(device_axes, str) else tuple(device_axes or ())
+    names = (device_axes,) if isinstance(device_axes, str) else device_axes or ()
+    if not isinstance(names, Iterable):
+        raise RegistryError(f"device_axes must be names of axes. Got {device_axes!r}.")
+    names = tuple(names)
     if len(names) != len(sizes):
         raise RegistryError(
             f"device_axes must name each axis of the devices, whose sizes are {tuple(sizes)}. "

@@ -93,6 +93,8 @@ class Registry:
                 f"register_task({pattern!r}): callback must be callable. Got {callback!r}."
             )
         try:
+            if not isinstance(pattern, str):
+                raise TypeError("it must be a text")
             re.compile(pattern)
         except (re.error, TypeError) as exc:
             raise RegistryError(

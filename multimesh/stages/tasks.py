@@ -1,9 +1,10 @@
 """What a task is: a submesh, and what logical axis names mean on it."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from multimesh.errors import RegistryError
@@ -38,6 +39,8 @@ class Task:
     def __post_init__(self):
         if not isinstance(self.mesh, TaskMesh):
             raise RegistryError(f"Task.mesh must be a TaskMesh. Got {self.mesh!r}.")
+        if self.name is not None and not isinstance(self.name, str):
+            raise RegistryError(f"The name of a task must be a text. Got {self.name!r}.")
         if self.logical_axes is None:
             pairs = tuple((name, name) for name in self.mesh.axis_names)
         else:
@@ -75,6 +78,10 @@ class Task:
 
 def dict_items(pairs):
     """Iterates a mapping's items, or the pairs themselves."""
+    if not isinstance(pairs, Iterable):
+        raise RegistryError(
+            f"logical_axes must be a dict or pairs (logical name, device axis). Got {pairs!r}."
+        )
     return pairs.items() if hasattr(pairs, "items") else pairs
 
 
@@ -107,11 +114,8 @@ class Form:
             )
         if isinstance(result, Task) or result is None:
             return result
-        color = None
-        if isinstance(result, tuple | list) and len(result) == 2 and _is_span(*result):
-            span, color = result
-            result = span if isinstance(span, range) else range(*span)
-        meshes = task_meshes(self.shape, result, None, self.device_axes)
+        devices, color = _split_color(result)
+        meshes = task_meshes(self.shape, devices, None, self.device_axes)
         if len(meshes) > 1:
             raise RegistryError(
                 f"A callback must return as many devices as its mesh has, "
@@ -120,11 +124,18 @@ class Form:
         return Task(meshes[0], self.logical_axes, self.name, color)
 
 
-def _is_span(span: Any, color: Any) -> bool:
-    """Whether a pair is a range with a color, rather than two rows of devices."""
-    is_pair = isinstance(span, tuple | list) and len(span) == 2
-    is_range = isinstance(span, range) or (is_pair and all(isinstance(end, int) for end in span))
-    return is_range and not isinstance(color, tuple | list | range | np.ndarray)
+def _split_color(result: Any) -> tuple[Any, Any]:
+    """Takes apart what may be devices with a color: a range, its two ends, or JAX devices."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        return result, None
+    devices, color = result
+    if isinstance(color, tuple | list | range | np.ndarray | jax.Device):
+        return result, None  # two rows of devices, or two devices
+    if isinstance(devices, tuple | list) and len(devices) == 2:
+        is_span = all(isinstance(end, int) for end in devices)
+        return (range(*devices) if is_span else devices), color
+    is_row = isinstance(devices, tuple | list | range | np.ndarray | jax.Device)
+    return (devices, color) if is_row else (result, None)
 
 
 @dataclass(frozen=True)

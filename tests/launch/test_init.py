@@ -91,12 +91,15 @@ REFUSED = {
     "distributed must be True or False": {"distributed": 1},
     "this is a single process": {"distributed": True},
     "num_processes must be": {"num_processes": 2.0},
-    "but 1 ranks were started": {"num_processes": 2},
+    "but 1 rank was started": {"num_processes": 2, "dump": "refused"},
     "process_id must be an integer": {"process_id": "0"},
     "but this is rank 0": {"process_id": 1},
     "positive seconds": {"initialization_timeout": -1},
     "at most 1000000. Got inf": {"initialization_timeout": float("inf")},
     "dump must be the name of a folder": {"dump": 3},
+    "dump must be the name of a folder or None. Got ''": {"dump": ""},
+    "coordinator_address must be a text": {"coordinator_address": ["localhost:1"]},
+    "local_device_ids must be integers": {"local_device_ids": [[0], [1]]},
     "debug must be True or False": {"debug": "yes"},
 }
 
@@ -104,6 +107,7 @@ REFUSED = {
 def test_arguments_that_are_refused(python, write):
     script = write(
         f"""
+        import os
         import multimesh
         from multimesh.errors import StartupError
         inf = float("inf")
@@ -115,6 +119,8 @@ def test_arguments_that_are_refused(python, write):
                     print(words, "is not in", error)
             else:
                 print(arguments, "was accepted")
+        if "MULTIMESH_DUMP" in os.environ:
+            print("a refused call left something behind")
         multimesh.init(cpus=2, num_processes=1, process_id=0, distributed=False, debug=True)
         """
     )

@@ -144,8 +144,10 @@ def test_a_step_with_transforms_ignored():
 def test_a_switch_without_a_meaning_says_so(caplog):
     with enable_fast_path():
         pass
+    with enable_fast_path(False):
+        pass
     assert [record.message.split(" has no")[0] for record in caplog.records] == [
-        "enable_fast_path(True)"
+        "enable_fast_path()"
     ]
 
 
@@ -181,5 +183,28 @@ def test_several_contexts():
     assert len(names(sharded)) == 2
     sharded, _ = agrees(loss, params, batch())
     assert len(names(sharded)) == 1
-    with pytest.raises(UsageError, match=r"True or False\. Got fusion=1"), enable_task_fusion(1):
-        pass
+
+
+@pytest.mark.mpi(ranks=1)
+@pytest.mark.parametrize(
+    "switch", [autoshard, enable_task_fusion, only_fuse_loop_tasks, enable_recomputation,
+               enable_fast_path, ignore_transforms],
+)  # fmt: skip
+def test_switches_are_true_or_false(switch):
+    with pytest.raises(UsageError, match=rf"{switch.__name__}\(\).*True or False\. Got 'no'"):
+        switch("no")
+
+
+def test_contexts_can_be_entered_again():
+    loss, params = chain([0, 0])
+    apart = context(enable_task_fusion(False), autoshard(False))
+
+    @apart
+    def build():
+        return agrees(loss, params, batch())[0]
+
+    assert [len(names(build())) for _ in range(2)] == [2, 2]
+    with apart, apart:
+        assert len(names(build())) == 2
+    sharded, _ = agrees(loss, params, batch())
+    assert len(names(sharded)) == 1

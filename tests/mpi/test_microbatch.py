@@ -15,6 +15,7 @@ pytestmark = pytest.mark.mpi(ranks=(1, 2))
 
 CUSTOM = {
     "names": [["F0", "F0", "B0", "B0"], ["F1B1", "F1B1"]],
+    "numbers of NumPy": [[(np.int64(0), "F0"), "F0", "B0", "B0"], ["F1B1", "F1B1"]],
     "pairs": [[(0, "F0"), (1, "F0"), (0, "B0"), (1, "B0")], [(0, "F1B1"), (1, "F1B1")]],
     "a registered name": [["F0", "B0", "F0", "B0"], ["second", "second"]],
 }
@@ -69,7 +70,7 @@ def test_a_custom_schedule_that_cannot_be(pair):
 
     last = ["F1B1", "F1B1"]
     refused("exactly 2 times.*F0 1 times, B0 3 times", [["F0", "B0", "B0", "B0"], last])
-    refused("B0 not once for each", [["F0", "F0", (1, "B0"), (1, "B0")], last])
+    refused("has B0 not for microbatch 0", [["F0", "F0", (1, "B0"), (1, "B0")], last])
     refused("names 'F9' for submesh 0, whose tasks are F0, B0", [["F9"], last])
     refused("'F1B1' in list 0", [["F1B1"], last])
     refused("list for each of the 2", [["F0"], last, []])
@@ -150,7 +151,7 @@ def test_outside_of_parallelize():
     sliced = microbatch(fun, dim=1, size=5, argnum=0)
     same(sliced(a, 2.0, scale=3.0), {"sum": 3 * a["x"].sum(), "b": 4.0})
     same(jax.jit(sliced)(a, 2.0, scale=3.0), {"sum": 3 * a["x"].sum(), "b": 4.0})
-    assert microbatch(lambda x: x, 0, 6)(a["x"]) is a["x"]  # a single slice
+    assert microbatch(lambda x: x, 0, np.int64(6))(a["x"]) is a["x"]  # a single slice
     same(microbatch(lambda x: x.sum(0), -1, 5)(a["x"]), a["x"][:, :5].sum(0) + a["x"][:, 5:].sum(0))
 
 

@@ -120,7 +120,7 @@ def test_registered_tasks_are_found_by_name_scopes():
     assert positions(got) == [1]
 
 
-@pytest.mark.mpi(ranks=1)
+@pytest.mark.mpi(ranks=(1, 2, 4))
 def test_what_jit_donates_is_donated(pair):
     sharded, init = parallelize(
         jax.jit(pair.train, donate_argnums=0), init_params=pair.init_state, initial_batch=batch()
@@ -129,8 +129,10 @@ def test_what_jit_donates_is_donated(pair):
     _, new = sharded(state, batch())
     expected = jax.jit(pair.train)(pair.init_state(jax.random.key(0)), batch())[1]
     same(new, expected)
-    assert state[0]["a"].is_deleted()
-    with pytest.raises(UsageError, match=r"params\[0\]\['a'\] was donated"):
+    # A rank knows it of the parameters that it holds.
+    held = [name for name in "ab" if state[0][name].sharding.addressable_devices]
+    assert all(state[0][name].is_deleted() for name in held)
+    with pytest.raises(UsageError, match=rf"params\[0\]\['{held[0]}'\] was donated"):
         sharded(state, batch())
     kept, init = parallelize(pair.train, init_params=pair.init_state, initial_batch=batch())
     state = init(jax.random.key(0))
@@ -211,6 +213,53 @@ def test_random_keys_among_the_arguments(pair):
     agrees(fun, params, {"x": batch(), "key": jax.random.key(4)})
 
 
+def test_arrays_of_random_keys():
+    @lambda fun: task(fun, "noise", devices=[0, 1])
+    def noise(keys, x):
+        return x + jax.random.normal(keys[1], x.shape)
+
+    def fun(params, x):
+        return noise(x["keys"], x["x"] * params), x["keys"]
+
+    x = {"x": batch(), "keys": jax.random.split(jax.random.key(4), 2)}
+    sharded, (_, keys) = agrees(fun, np.float32(2), x)
+    same(sharded(np.float32(2), x | {"keys": keys}), fun(np.float32(2), x))
+
+
+def test_a_batch_that_is_none():
+    sharded, init, place = parallelize(lambda params, _: params * 2)
+    place(None)
+    same(sharded(init(np.float32(3)), None), 6.0)
+
+
+def test_a_call_makes_the_shapes_known(pair):
+    sharded, init, place = parallelize(pair.loss)
+    sharded(pair.params(), batch())
+    params = init(pair.params())
+    assert positions(params["a"]) == positions(place(batch())) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_numbers_are_weakly_typed_whatever_came_before(order):
+    scaled = task(lambda w, x: w * x, "scaled", devices=[3])
+    x = jnp.asarray(batch(), jnp.bfloat16)
+    sharded, _ = parallelize(scaled, initial_batch=x)
+    params = [3.0, np.float32(3)]
+    for index in order:
+        assert sharded(params[index], x).dtype == [jnp.bfloat16, jnp.float32][index]
+
+
+def test_one_array_cannot_be_donated_twice(pair):
+    def fun(params, x):
+        return jax.tree.map(lambda leaf: 2 * leaf, params), [pair.loss(each, x) for each in params]
+
+    sharded, init = parallelize(jax.jit(fun, donate_argnums=0), initial_batch=batch())
+    first, second = init([pair.params(), pair.params()])
+    with pytest.raises(UsageError, match=r"params\[0\].* and .*params\[1\].* are one array"):
+        sharded([first, first], batch())
+    same(sharded([first, second], batch()), fun([pair.params()] * 2, batch()))
+
+
 def test_mistakes(pair):
     def refused(words, *args, **options):
         with pytest.raises(UsageError, match=words):
@@ -221,6 +270,7 @@ def test_mistakes(pair):
     refused("Got both", pair.loss, get_input_batch=batch, initial_batch=batch())
     refused("different positions", pair.loss, devices=[0, 0])
     refused("different positions", pair.loss, devices=[8])
+    refused("one device or more", pair.loss, devices=[])
     refused("must be positions", pair.loss, devices=["cpu"])
     sharded, place = parallelize(pair.loss, initial_batch=batch())
     with pytest.raises(UsageError, match=r"takes the parameters, and nothing else\. Got 2"):

@@ -322,6 +322,32 @@ def test_parameters_of_no_task(pair):
     agrees(jax.value_and_grad(loss), params, batch())
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_a_loop_in_a_branch_that_is_not_taken_does_not_run(large, pair):
+    def fun(params, x):
+        loss = pair.loss(params, x)
+
+        def halved(loss):
+            return jax.lax.while_loop(lambda c: c >= 1, lambda c: c / 2, loss)
+
+        return jax.lax.cond(jnp.isfinite(loss), halved, lambda loss: -jnp.ones_like(loss), loss)
+
+    params = pair.params()
+    agrees(fun, jax.tree.map(lambda leaf: leaf * np.inf, params) if large else params, batch())
+
+
+@pytest.mark.parametrize("kind", [jax.custom_vjp, jax.custom_jvp])
+def test_functions_with_derivatives_of_their_own_around_tasks(kind, pair):
+    fun = kind(pair.loss)
+    if kind is jax.custom_vjp:
+        fun.defvjp(lambda p, x: jax.vjp(pair.loss, p, x), lambda residuals, g: residuals(g))
+    else:
+        fun.defjvp(lambda primals, tangents: jax.jvp(pair.loss, primals, tangents))
+    agrees(fun, pair.params(), batch())
+    agrees(jax.value_and_grad(fun), pair.params(), batch())
+    agrees(microbatch(fun, 0, 4, argnum=1), pair.params(), batch())
+
+
 @pytest.mark.parametrize("flag", [0, 1])
 def test_conditions_inside_around_and_outside_of_tasks(flag, pair):
     def branch(w, x):
@@ -374,6 +400,26 @@ def test_tasks_of_two_submeshes_inside_a_scan():
         h, _ = jax.lax.scan(lambda h, _: (two(w, one(w, h)), None), x, length=3)
         return (h**2).mean()
 
-    sharded, _ = parallelize(loss, initial_batch=batch())
-    with pytest.raises(PlacementError, match=r"`scan`.*one, two"):
-        sharded(batch(8, 1), batch())
+    for fun in (loss, task(loss, "around", devices=[2])):
+        sharded, _ = parallelize(fun, initial_batch=batch())
+        with pytest.raises(PlacementError, match=r"`scan`.*one, two"):
+            sharded(batch(8, 1), batch())
+
+
+def test_control_flow_between_an_outer_and_an_inner_task():
+    inner = task(lambda w, h: jnp.tanh(h @ w), "inner", devices=[1])
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda h, _: (inner(w, h), None), x, length=3)[0]
+
+    def rematerialized(w, x):
+        return jax.checkpoint(lambda w, x: inner(w, x * 2))(w, x) + 1
+
+    def branched(w, x):
+        return jax.lax.cond(x.sum() > 0, lambda x: inner(w, x), lambda x: x, x)
+
+    for body in (scanned, rematerialized, branched):
+        fun = task(body, "outer", devices=[0])
+        sharded, _ = agrees(fun, batch(8, 1), batch())
+        agrees(jax.grad(lambda w, x, fun=fun: (fun(w, x) ** 2).mean()), batch(8, 1), batch())
+        assert (1,) in [place.task_mesh.devices for place in sharded.plan.cut.submeshes]

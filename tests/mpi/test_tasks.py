@@ -1,5 +1,7 @@
 """`task`, the second form of `register_task`, constraints and `mjit`."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +122,12 @@ def test_tasks_that_make_no_sense():
     refused("more than once", devices=[0, 0])
     refused("maps 'a' to 'z'", devices=[0], logical_axes={"a": "z"})
     refused("needs a function", UsageError, fun=3, devices=[0])
+    refused("whose instances can be called", UsageError, fun=int, devices=[0])
+    refused(r"must be texts. Got \(3,\)", devices=[0], device_axes=(3,))
+    refused("must be names of axes. Got 3", devices=[0], device_axes=3)
+    refused("must be a dict or pairs.*Got 3", devices=[0], logical_axes=3)
+    with pytest.raises(RegistryError, match=r"must be a text\. Got 3"):
+        task(jnp.sin, 3, devices=[0])
 
 
 class Net(nn.Module):
@@ -145,6 +153,8 @@ def test_a_flax_module_stays_one():
     instance = multimesh.jax.flax.task(nn.Dense(4, name="dense"), mesh=row(0, 2))
     same(instance.apply(params, x), nn.Dense(4).apply(params, x))
     assert instance.name == "dense"
+    with pytest.raises(UsageError, match="This Dense is a task already"):
+        multimesh.jax.flax.task(instance, devices=[4])
     layer = multimesh.jax.flax.task(nnx.Linear, mesh=row(0, 2))(8, 4, rngs=nnx.Rngs(0))
     same(layer(x), nnx.Linear(8, 4, rngs=nnx.Rngs(0))(x))
     with pytest.raises(UsageError, match=r"Use multimesh\.jax\.flax\.task"):
@@ -269,6 +279,10 @@ REGISTRATIONS = {
         {"callback": lambda name, _: [[0, 2], "red"]},
         [[0, 1]] * 4,
     ),
+    "devices with a color": (
+        {"callback": lambda name, _: (jax.devices()[2:4], int(name) // 2)},
+        [[2, 3]] * 4,
+    ),
     "devices of a callback": (
         {"callback": lambda name, _: jax.devices()[int(name)]},
         [[0], [1], [2], [3]],
@@ -285,7 +299,7 @@ def test_the_second_form_of_register_task(how):
     lie = [positions(leaf) for leaf in parallelize(fun, initial_batch=batch())[1](params)]
     assert lie == places
     if "color" in how:  # programs of one submesh, kept apart by their colors
-        colors = 2 if "range" in how else 1
+        colors = 1 if "pair" in how or "list" in how else 2
         assert len(sharded.plan.tasks) == colors
 
 
@@ -323,6 +337,8 @@ def test_registrations_that_make_no_sense():
     refused("positive sizes", devices=[0], dims=(0,))
     refused("several times that", devices=range(3), dims=(2,))
     refused("must be positions", devices=[[0, 1], [2]])
+    with pytest.raises(RegistryError, match="must be a text"):
+        register_task(re.compile("layer"), devices=[0])
     with pytest.raises(RegistryError, match="must be hashable"):
         Task(row(0, 2), color=[])
 
@@ -387,6 +403,7 @@ def test_jit_with_logical_names():
     assert lie.sharding.spec == P(None, "model")
     agrees(fun, batch(8), batch())
     same(mjit(jnp.sin, in_shardings=P("model"))(batch()), np.sin(batch()))
+    same(mjit(in_shardings=P("model"))(jnp.sin)(batch()), np.sin(batch()))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from flax import linen as nn
 from flax import nnx
 
+from multimesh.errors import UsageError
 from multimesh.jax import _task
 
 __all__ = ["shard_axes", "task"]
@@ -40,11 +41,17 @@ def task(
 
     Raises:
       RegistryError: The arguments do not fit together.
+      UsageError: The module is a task already.
     """
     options: dict[str, Any] = {"mesh": mesh, "devices": devices, "device_axes": device_axes}
     options |= {"logical_axes": logical_axes, "color": color}
     if not isinstance(fun, nn.Module | nnx.Module):
         return _task.task(fun, name, **options)
+    if _task.TASK_SCOPE in vars(type(fun)):
+        raise UsageError(
+            f"This {type(fun).__name__} is a task already: multimesh.jax.flax.task makes the very "
+            "module that it is given one. Call it once, or make another module."
+        )
     name = name or getattr(fun, "name", None)
     # A copy would be another child of the module that it stands in.
     object.__setattr__(fun, "__class__", _task.task(type(fun), name, **options))

@@ -208,7 +208,7 @@ class Verdict:
             missing[0],
             f"{', '.join(map(self.place, missing))} did not call multimesh.init within "
             f"{timeout:g} s of the first rank that did. Call it on every rank, or raise "
-            "MULTIMESH_START_TIMEOUT",
+            "initialization_timeout= of init, or MULTIMESH_START_TIMEOUT",
             1,
         )
 
