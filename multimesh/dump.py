@@ -60,7 +60,9 @@ def _describe(plan: Plan) -> str:
     lines.append("tasks")
     for task in plan.tasks:
         inputs, outputs = len(task.inputs), len(task.outputs)
-        lines.append(f"  {task.name}: {len(task.nodes)} equations, {inputs} in, {outputs} out")
+        names = ", ".join({node.label.name: None for node in task.nodes if node.label}) or "no task"
+        size = f"{len(task.nodes)} equations, {inputs} in, {outputs} out"
+        lines.append(f"  {task.name}: {names}: {size}")
     lines.append("what crosses submeshes")
     lines += [
         f"  {bundle.name}, {bundle.nbytes} bytes, {len(bundle.microbatches)} times"

@@ -38,6 +38,7 @@ def test_a_step_is_written(tmp_path, monkeypatch):
     assert files["F0.hlo.txt"].startswith("HloModule")
     assert all(f"  {row}" in files["plan.txt"] for row in plan.schedule.splitlines())
     assert "devices (4,), axes {'devices': 1}: second" in files["plan.txt"]
+    assert "  F0: first: " in files["plan.txt"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
