@@ -11,7 +11,15 @@ from jax.sharding import Mesh
 
 from multimesh.errors import RegistryError
 
-__all__ = ["AxisName", "TaskMesh", "axes_of", "device_positions", "mesh_positions", "task_meshes"]
+__all__ = [
+    "AxisName",
+    "TaskMesh",
+    "axes_of",
+    "axis_names",
+    "device_positions",
+    "mesh_positions",
+    "task_meshes",
+]
 
 AxisName = str
 
@@ -191,13 +199,22 @@ def _sizes(dims: Any) -> tuple[int, ...]:
     return sizes
 
 
+def axis_names(device_axes: Any) -> tuple[str, ...]:
+    """Returns names of axes, of which a single one may come alone.
+
+    Raises:
+      RegistryError: They are something else.
+    """
+    names = (device_axes,) if isinstance(device_axes, str) else device_axes
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise RegistryError(f"device_axes must be names of axes, as texts. Got {device_axes!r}.")
+    return tuple(names)
+
+
 def _names(device_axes: Any, sizes: Sequence[int]) -> tuple[str, ...]:
     if device_axes is None and len(sizes) == 1:
         return ("devices",)
-    names = (device_axes,) if isinstance(device_axes, str) else device_axes or ()
-    if not isinstance(names, Iterable):
-        raise RegistryError(f"device_axes must be names of axes. Got {device_axes!r}.")
-    names = tuple(names)
+    names = axis_names(device_axes or ())
     if len(names) != len(sizes):
         raise RegistryError(
             f"device_axes must name each axis of the devices, whose sizes are {tuple(sizes)}. "

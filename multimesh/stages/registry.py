@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multimesh.errors import RegistryError
-from multimesh.stages.meshes import AxisName, axes_of, task_meshes
+from multimesh.stages.meshes import AxisName, axes_of, axis_names, task_meshes
 from multimesh.stages.tasks import Form, Rotation, Task, dict_items
 
 __all__ = [
@@ -275,7 +275,7 @@ def _form_of_callback(pattern, name, mesh, devices, dims, device_axes, logical_a
             f"register_task({pattern!r}): a callback says which devices; devices= would, too. "
             "Give one of them."
         )
-    names = (device_axes,) if isinstance(device_axes, str) else device_axes
+    names = None if device_axes is None else axis_names(device_axes)
     shape = axes_of(dims, names) if dims is not None else None
     if mesh is not None:
         (shape,) = task_meshes(mesh, None, dims, names)
@@ -285,7 +285,7 @@ def _form_of_callback(pattern, name, mesh, devices, dims, device_axes, logical_a
         axes = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in pairs)
     if shape is not None:
         axes = Task(shape, axes).logical_axes if axes else axes
-    return Form(name, shape, None if shape or names is None else tuple(names), axes)
+    return Form(name, shape, None if shape else names, axes)
 
 
 def clear_tasks() -> None:

@@ -123,8 +123,8 @@ def test_tasks_that_make_no_sense():
     refused("maps 'a' to 'z'", devices=[0], logical_axes={"a": "z"})
     refused("needs a function", UsageError, fun=3, devices=[0])
     refused("whose instances can be called", UsageError, fun=int, devices=[0])
-    refused(r"must be texts. Got \(3,\)", devices=[0], device_axes=(3,))
-    refused("must be names of axes. Got 3", devices=[0], device_axes=3)
+    refused(r"as texts\. Got \(3,\)", devices=[0], device_axes=(3,))
+    refused(r"must be names of axes, as texts\. Got 3", devices=[0], device_axes=3)
     refused("must be a dict or pairs.*Got 3", devices=[0], logical_axes=3)
     with pytest.raises(RegistryError, match=r"must be a text\. Got 3"):
         task(jnp.sin, 3, devices=[0])
@@ -333,6 +333,7 @@ def test_registrations_that_make_no_sense():
     refused("Got neither", name="x")
     refused("a Task says already what devices would", task=object(), devices=[0])
     refused("a callback says which devices", callback=print, devices=[0])
+    refused("must be names of axes", callback=print, device_axes=3)
     refused("sizes and names", mesh=row(0, 2), dims=(2,))
     refused("positive sizes", devices=[0], dims=(0,))
     refused("several times that", devices=range(3), dims=(2,))
