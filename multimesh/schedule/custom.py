@@ -84,6 +84,7 @@ def build_custom(graph: TaskGraph, text: str, aliases: Mapping[str, int]) -> Sch
     rows += [[]] * (len(graph.resources) - len(rows))
     actions = [_actions(graph, names, row, place) for place, row in enumerate(rows)]
     _check_counts(graph, [action for row in actions for action in row])
+    _check_order(graph, actions)
     once = [index for index in graph.topological_order() if not graph.tasks[index].repeats]
     feeds = feeding_the_loop(graph)
     for index in reversed([task for task in once if task in feeds]):
@@ -113,6 +114,20 @@ def _actions(graph: TaskGraph, names: Mapping[str, int], row: Sequence[str], pla
         actions.append(Action(task, int(number) if number else seen[task]))
         seen[task] += 1
     return actions
+
+
+def _check_order(graph: TaskGraph, actions: Sequence[Sequence[Action]]) -> None:
+    """Checks that a task that adds to what its last run left takes the microbatches in order."""
+    carried = [each for each in graph.dependencies if each.carried]
+    adding = sorted(each.source for each in carried if each.source == each.target)
+    for row in actions:
+        for task in adding:
+            order = [action.microbatch for action in row if action.task == task]
+            if order != sorted(order):
+                raise ScheduleError(
+                    f"custom_schedule has microbatches {order} of {graph.tasks[task].name}, which "
+                    "adds up results: those must be in order."
+                )
 
 
 def _check_counts(graph: TaskGraph, actions: Sequence[Action]) -> None:

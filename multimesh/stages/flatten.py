@@ -169,11 +169,12 @@ class _Opener:
     def emit(self, eqn, args, scope: Scope, out: list[Node]) -> list[Atom]:
         labels = self.body_labels(eqn, scope)
         if len(labels) > 1:
-            names = sorted(labelled.name for labelled in labels)
+            found = sorted(f"{each.name} on devices {each.task.mesh.devices}" for each in labels)
             raise PlacementError(
                 f"A `{eqn.primitive.name}` in scope {'/'.join(scope.path) or '(top)'!r} spans "
-                f"several tasks: {', '.join(names)}. A loop cannot be cut: write its "
-                "iterations as separate modules (a Python loop), or keep it inside one task."
+                f"several tasks: {', '.join(found)}. A loop (scan, while_loop, fori_loop) cannot "
+                "be cut: write its iterations as separate modules (a Python loop), or keep it "
+                "inside one task."
             )
         label = labels[0] if labels else self.labeler(scope)
         outvars = [new_variable(var.aval) for var in eqn.outvars]
@@ -188,6 +189,8 @@ class _Opener:
         found: dict[Any, Label] = {}
         for jaxpr in jaxprs_in_params(eqn.params):
             for inner in jaxpr.eqns:
+                if _is_counter(inner):
+                    continue  # of a loop, which may call one task and compute nothing else
                 inside = scope + parse_scope(equation_scope_text(inner))
                 labels: list[Label | None] = [*self.body_labels(inner, inside)]
                 for each in labels or [self.labeler(inside)]:
@@ -336,6 +339,13 @@ class _Opener:
         whole = self.traced(lambda *parts: jnp.stack(parts), parts, scope, out)
         self.stacks[whole] = parts
         return whole
+
+
+def _is_counter(eqn) -> bool:
+    """Whether an equation only computes single integers."""
+    results = [var.aval for var in eqn.outvars]
+    kinds = [jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool for aval in results]
+    return bool(results) and all(kinds) and all(aval.shape == () for aval in results)
 
 
 def _may_go_on(eqn) -> bool:

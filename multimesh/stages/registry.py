@@ -34,15 +34,13 @@ class Entry:
     callback: Callback | None
     form: Form = field(default_factory=Form)
 
-    @property
-    def depth(self) -> int:
-        """How many scope components the pattern spans."""
-        return self.pattern.count("/") + 1
-
     def match(self, path: tuple[str, ...]) -> re.Match | None:
-        """Matches the end of a scope path, whole components only."""
-        tail = path[-self.depth :]
-        return re.fullmatch(self.pattern, "/".join(tail)) if len(tail) == self.depth else None
+        """Matches the end of a scope path: whole components, and as few as can be."""
+        most = self.pattern.count("/") + 1  # no alternative spans more
+        for depth in range(1, min(most, len(path)) + 1):
+            if found := re.fullmatch(self.pattern, "/".join(path[-depth:])):
+                return found
+        return None
 
 
 @dataclass(frozen=True)

@@ -402,7 +402,7 @@ def test_tasks_of_two_submeshes_inside_a_scan():
 
     for fun in (loss, task(loss, "around", devices=[2])):
         sharded, _ = parallelize(fun, initial_batch=batch())
-        with pytest.raises(PlacementError, match=r"`scan`.*one, two"):
+        with pytest.raises(PlacementError, match=r"`scan`.*one on devices \(0,\), two on"):
             sharded(batch(8, 1), batch())
 
 
@@ -412,13 +412,16 @@ def test_control_flow_between_an_outer_and_an_inner_task():
     def scanned(w, x):
         return jax.lax.scan(lambda h, _: (inner(w, h), None), x, length=3)[0]
 
+    def counted(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, h: inner(w, h), x)
+
     def rematerialized(w, x):
         return jax.checkpoint(lambda w, x: inner(w, x * 2))(w, x) + 1
 
     def branched(w, x):
         return jax.lax.cond(x.sum() > 0, lambda x: inner(w, x), lambda x: x, x)
 
-    for body in (scanned, rematerialized, branched):
+    for body in (scanned, counted, rematerialized, branched):
         fun = task(body, "outer", devices=[0])
         sharded, _ = agrees(fun, batch(8, 1), batch())
         agrees(jax.grad(lambda w, x, fun=fun: (fun(w, x) ** 2).mean()), batch(8, 1), batch())

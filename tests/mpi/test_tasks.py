@@ -303,6 +303,23 @@ def test_the_second_form_of_register_task(how):
         assert len(sharded.plan.tasks) == colors
 
 
+@pytest.mark.parametrize("pattern", ["up/layer_(0|1)|down/layer_(2|3)", "[^/]+/layer_.|never"])
+def test_patterns_of_paths_with_alternatives(pattern):
+    register_task(pattern, devices=[3])
+
+    def fun(params, x):
+        for index in range(4):
+            half = "up" if index < 2 else "down"
+            with jax.named_scope(half), jax.named_scope(f"layer_{index}"):
+                x = jnp.tanh(x @ params[index])
+        return x
+
+    params = [batch(8, seed) for seed in range(4)]
+    agrees(fun, params, batch())
+    lie = parallelize(fun, initial_batch=batch())[1](params)
+    assert [positions(leaf) for leaf in lie] == [[3]] * 4
+
+
 @pytest.mark.mpi(ranks=1)
 def test_names_rotate_in_the_order_of_the_program():
     register_task("query|key|value", mesh=row(0, 1), devices=range(3))

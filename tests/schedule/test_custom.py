@@ -28,6 +28,10 @@ def test_other_names_of_tasks(graphs):
         ([["F0"], []], "F0 1 times, F1B1 0 times, B0 0 times"),
         ([["F0", (0, "F0"), "B0", "B0"], ["F1B1", "F1B1"]], "F0 not for microbatch 1"),
         ([["F0", (5, "F0"), "B0", "B0"], ["F1B1", "F1B1"]], "F0 not for microbatch 1"),
+        (
+            [["F0", "F0", (1, "B0"), (0, "B0")], ["F1B1", "F1B1"]],
+            "microbatches [1, 0] of B0, which adds up results: those must be in order",
+        ),
         ([["nothing"], []], "names 'nothing' for submesh 0, whose tasks are F0, B0"),
         ([[], ["F0"]], "'F0' in list 1, but it runs on submesh 0"),
         ([[], [], []], "for each of the 2 submeshes. Got 3"),
