@@ -37,10 +37,11 @@ class Notices:
         self._rank = rank
         self._size = size
 
-    def post(self, **fields: Any) -> int | None:
+    def post(self, *, within: float = _PATIENCE, **fields: Any) -> int | None:
         """Posts a notice to all ranks, this one included.
 
         Args:
+          within: Seconds that rank 0 has to take it.
           fields: Its content, as JSON allows.
 
         Returns:
@@ -52,7 +53,7 @@ class Notices:
             self._store.key_value_set(_notice(number), json.dumps(fields))
             return number
 
-        return _within(_PATIENCE, post)
+        return _within(within, post)
 
     def read(self, number: int, seconds: float) -> dict[str, Any] | None:
         """Waits for a notice.

@@ -30,6 +30,8 @@ from multimesh.launch.notices import Notices
 __all__ = ["Monitor", "monitor"]
 
 _SILENT_AFTER = 2.0  # seconds: a rank that has not answered by then does not run
+_ASK_WITHIN = 2.5  # seconds for rank 0 to pass on a question
+_AT_LEAST = 1.0  # seconds to answer, however long that took
 _SECOND_CHANCE = 1.5  # seconds more for several that may just be late
 _PRINT_WITHIN = 1.5  # seconds for rank 0 to print a report
 _PASS_ON = 0.2  # seconds for what was printed to reach the screen before the job ends
@@ -183,9 +185,12 @@ class Monitor:
 
     def _inquire(self) -> Answers:
         answers = {self._rank: self._answer()}
-        number = self._notices.post(kind="ask")
+        asked = time.monotonic()
+        # Who cannot be asked knows nothing, so this is worth more time than other notices are.
+        number = self._notices.post(within=_ASK_WITHIN, kind="ask")
         if number is not None:
-            found = self._notices.answers(number, _SILENT_AFTER)
+            left = asked + _SILENT_AFTER - time.monotonic()
+            found = self._notices.answers(number, max(left, _AT_LEAST))
             if may_be_late(found.keys() | answers.keys(), self._hosts):
                 found = self._notices.answers(number, _SECOND_CHANCE)
             answers |= {rank: Answer(**fields) for rank, fields in found.items()}

@@ -1,5 +1,7 @@
 """What ranks say of themselves, and what is concluded from it, without any job."""
 
+import dataclasses
+import json
 import sys
 import threading
 import time
@@ -10,6 +12,7 @@ from multimesh.launch.activity import Activity, Wait, name_ranks
 from multimesh.launch.frames import main_position, main_stack, stacks
 from multimesh.launch.hang import Answer, find_culprit, find_cycle, is_stuck, may_be_late, report
 from multimesh.launch.movement import Movement, Sample, has_moved
+from multimesh.launch.notices import Notices
 from multimesh.launch.stall import Monitor
 
 
@@ -185,3 +188,25 @@ def test_a_rank_prints_its_report_where_nobody_takes_it(capsys, rank):
     asking._rank, asking._hosts, asking._threads = rank, ("h", "h"), [threading.current_thread()]
     asking.report("Something is late.")
     assert "multimesh: Something is late." in capsys.readouterr().err
+
+
+def test_a_busy_rank_0_has_more_time_to_pass_on_a_question_than_other_notices():
+    answer = Answer("computes", still=0.0, is_waiting=False, waits_for=[])
+
+    class Busy(dict):
+        """A key-value store that takes its time."""
+
+        def key_value_increment(self, key, step):
+            time.sleep(1.2)
+            return step
+
+        key_value_set = dict.__setitem__
+
+        def blocking_key_value_get(self, key, milliseconds):
+            return self[key]
+
+    assert Notices(Busy(), 0, 1).post(kind="report", text="") is None
+    asking = Monitor()
+    store = Busy({"multimesh/answers/1/0": json.dumps(dataclasses.asdict(answer))})
+    asking._notices, asking._movement = Notices(store, 0, 1), Movement()
+    assert asking._inquire() == {0: answer}

@@ -71,6 +71,7 @@ def ready():
     for job in jobs:
         if job.process.poll() is None:
             job.process.kill()
+        job.process.communicate(timeout=TIME_LIMIT)  # closes what a failed test left open
 
 
 SLEEP = "ready()\ntime.sleep(60)\n"
