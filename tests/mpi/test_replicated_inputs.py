@@ -11,14 +11,20 @@ from multimesh.jax.flax import parallelize_step
 pytestmark = pytest.mark.mpi(ranks=(1, 2))
 
 CASE = cases.CASES["mlp"]
-# With 2 ranks the batch would be two shares.
-LAYOUT = cases.Layout(((0, 1, 4, 5), (2, 3, 6, 7)), (4, 1))
+# By number of devices. With all 8 on 2 ranks, the batch would be two shares.
+LAYOUTS = {
+    1: cases.on_one(2, [0]),
+    2: cases.apart(2),
+    4: cases.Layout(((0, 1), (4, 5)), (2, 1)),
+    8: cases.Layout(((0, 1, 4, 5), (2, 3, 6, 7)), (4, 1)),
+}
 
 
+@pytest.mark.parametrize("devices", LAYOUTS)
 @pytest.mark.parametrize("kind", ["global_batch", "local_batch"])
-def test_replicated_inputs(kind):
+def test_replicated_inputs(kind, devices):
     batches = CASE.batches(16, 2)
-    cases.register(CASE, LAYOUT)
+    cases.register(CASE, LAYOUTS[devices])
     step_fn, state, _, *rest = parallelize_step(
         CASE.model,
         CASE.optimizer,
