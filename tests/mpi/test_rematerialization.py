@@ -55,5 +55,5 @@ def test_a_condition_over_blocks_of_two_stages():
 
 def test_a_scan_over_blocks_of_two_stages():
     case = _case(CutScan(), [1, 1])
-    with pytest.raises(PlacementError, match=r"`scan`.*layer_0, layer_1.*as separate modules"):
+    with pytest.raises(PlacementError, match=r"`scan`.*layer_0 on .*layer_1 on .*separate mod"):
         cases.build(case, cases.apart(2), 8, 2)
