@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
-from support.functions import Pair, agrees, batch, positions, row, same
+from support.functions import agrees, batch, halves, pair_on, positions, row, same
 
 import multimesh.jax.flax
 from multimesh.jax import (
@@ -28,17 +28,6 @@ from multimesh.jax.flax import shard_axes
 pytestmark = [pytest.mark.mpi(ranks=(1, 2)), pytest.mark.usefixtures("no_tasks")]
 
 COUNTS = (1, 2, 4, 8)
-
-
-def halves(count):
-    """The first and the last half of some devices; of one, itself twice."""
-    half = max(1, count // 2)
-    return range(half), range(count - half, count)
-
-
-def pair(count):
-    first, last = halves(count)
-    return Pair(row(0, len(first)), row(last.start, len(last)))
 
 
 def loss_of(forward):
@@ -99,7 +88,7 @@ def inside_a_scan(count):
 
 
 def rematerialized(count):
-    forward = pair(count).forward
+    forward = pair_on(count).forward
     return jax.checkpoint(forward, policy=jax.checkpoint_policies.dots_saveable)
 
 
@@ -126,7 +115,7 @@ def logical_jit(count):
 
 
 FORWARDS = {
-    "two tasks": lambda count: pair(count).forward,
+    "two tasks": lambda count: pair_on(count).forward,
     "mixed dtypes": mixed_dtypes,
     "a task used twice": task_used_twice,
     "nested tasks": nested,
@@ -156,7 +145,7 @@ def test_forward_and_gradient(kind, count):
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "wavefront", "custom"])
 def test_microbatches(schedule, count):
-    loss, devices = pair(count).loss, range(count)
+    loss, devices = pair_on(count).loss, range(count)
     gradient, forward = jax.value_and_grad(loss), loss
     plain = microbatch(forward, 0, 3, argnum=1)
     if schedule != "custom":
@@ -193,7 +182,7 @@ CONTEXTS = {
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", CONTEXTS)
 def test_contexts(kind, count):
-    forward = pair(count).forward
+    forward = pair_on(count).forward
     if "several" in kind or "while" in kind:
 
         def forward(params, x):
@@ -237,7 +226,7 @@ def test_a_flax_module_with_named_axes(count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_is_donated_or_kept(count):
-    first = pair(count)
+    first = pair_on(count)
     for train in (first.train, jax.jit(first.train, donate_argnums=0)):
         sharded, init = parallelize(
             train, init_params=first.init_state, initial_batch=batch(), devices=range(count)

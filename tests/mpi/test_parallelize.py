@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.functions import Pair, agrees, aligned, batch, positions, row, same
+from support.functions import Pair, agrees, aligned, batch, pair_on, positions, row, same
 
 from multimesh.errors import RankMismatchError, UsageError
 from multimesh.jax import (
@@ -20,15 +20,9 @@ from multimesh.jax import (
 pytestmark = [pytest.mark.mpi(ranks=(1, 2)), pytest.mark.usefixtures("no_tasks")]
 
 
-def pairs(devices):
-    """The pair on the first devices, half of them for each task; on one, both are there."""
-    half = max(1, devices // 2)
-    return Pair(row(0, half), row(devices - half, half))
-
-
 @pytest.fixture(scope="module")
 def pair():
-    return pairs(8)
+    return pair_on(8)
 
 
 def spec_of(array):
@@ -53,7 +47,7 @@ def test_everything_lies_where_it_is_read(pair):
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["forward", "gradient"])
 def test_on_any_number_of_devices(devices, kind):
-    pair = pairs(devices)
+    pair = pair_on(devices)
     fun = pair.forward if kind == "forward" else jax.value_and_grad(pair.loss)
     agrees(fun, pair.params(), batch(), devices=range(devices))
 
@@ -144,7 +138,7 @@ def test_what_jit_donates_is_donated(pair):
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("kind", ["arrays of JAX", "arrays of NumPy"])
 def test_arrays_of_the_caller_are_never_donated(devices, kind):
-    pair = pairs(devices)
+    pair = pair_on(devices)
     sharded, _ = parallelize(jax.jit(pair.train, donate_argnums=0), initial_batch=batch())
     state = pair.init_state(jax.random.key(0))
     expected = jax.jit(pair.train)(state, batch())[1]

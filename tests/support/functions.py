@@ -9,7 +9,19 @@ from jax.sharding import PartitionSpec as P
 from multimesh.jax import TaskMesh, fetch, parallelize, task, with_sharding_constraint
 from support import oracle
 
-__all__ = ["HIDDEN", "WIDTH", "Pair", "agrees", "aligned", "batch", "positions", "row", "same"]
+__all__ = [
+    "HIDDEN",
+    "WIDTH",
+    "Pair",
+    "agrees",
+    "aligned",
+    "batch",
+    "halves",
+    "pair_on",
+    "positions",
+    "row",
+    "same",
+]
 
 WIDTH, HIDDEN = 8, 16
 
@@ -17,6 +29,12 @@ WIDTH, HIDDEN = 8, 16
 def row(first, count, axis="model"):
     """A submesh of devices in a row."""
     return TaskMesh(range(first, first + count), (axis,), (count,))
+
+
+def halves(count):
+    """The first and the last half of some devices; of one, itself twice."""
+    half = max(1, count // 2)
+    return range(half), range(count - half, count)
 
 
 def positions(array):
@@ -111,3 +129,8 @@ class Pair:
         loss, gradients = jax.value_and_grad(self.loss)(params, x)
         updates, opt_state = self.optimizer.update(gradients, opt_state, params)
         return loss, (optax.apply_updates(params, updates), opt_state)
+
+
+def pair_on(count):
+    """The pair on the first devices, half of them for each task; on one, both are there."""
+    return Pair(*(row(part.start, len(part)) for part in halves(count)))
