@@ -74,25 +74,29 @@ def find_cycle(answers: Answers) -> list[int]:
     return []
 
 
-def find_culprit(answers: Answers, rank: int, size: int) -> int | None:
+def find_culprit(answers: Answers, rank: int, hosts: Sequence[str]) -> int | None:
     """The rank that a job hangs because of, as `rank` sees it.
 
     Args:
       answers: Of the ranks that answered.
       rank: The rank that asked.
-      size: Number of ranks.
+      hosts: The host of each rank.
 
     Returns:
-      The only rank that does not answer, or else the one that `rank` waits for in the end; None if
-      that is a cycle, or `rank` waits for none.
+      The only rank that does not answer, or else the one that `rank` waits for in the end. Where
+      it is not known whom that waits for, the first rank of a host that is cut off. None if that
+      is a cycle, or `rank` waits for none.
     """
-    silent = set(range(size)) - answers.keys()
+    silent = [each for each in range(len(hosts)) if each not in answers]
     if 0 in silent:
         return 0  # without it, the others cannot answer
     if len(silent) == 1:
-        return silent.pop()
+        return silent[0]
     path = _follow(answers, rank)
-    return path[-1] if len(path) > 1 and path[-1] not in path[:-1] else None
+    if len(path) > 1:
+        return path[-1] if path[-1] not in path[:-1] else None
+    heard = {hosts[each] for each in answers}
+    return next((each for each in silent if hosts[each] not in heard), None)
 
 
 def _follow(answers: Answers, rank: int) -> list[int]:

@@ -91,7 +91,7 @@ class Monitor:
             return None
         answers = self._inquire()
         self._publish(title, answers)
-        return find_culprit(answers, self._rank, len(self._hosts))
+        return find_culprit(answers, self._rank, self._hosts)
 
     def give_way(self) -> None:
         """Lets one rank end the job, where several find the same fault at once: the first here."""
@@ -175,7 +175,7 @@ class Monitor:
             f"{answers[self._rank].text}. Look for what the ranks wait for, or raise "
             "MULTIMESH_STALL_TIMEOUT.\n"
         )
-        culprit = find_culprit(answers, self._rank, len(self._hosts))
+        culprit = find_culprit(answers, self._rank, self._hosts)
         failing = {"code": 1, "traceback": text, "culprit": culprit}
         if not wire.notify(wire.Kind.FAILING, failing):
             _print(text)

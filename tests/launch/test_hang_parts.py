@@ -70,13 +70,21 @@ def answers(still=10.0, is_waiting=True, **waits_for):
 )
 def test_who_waits_for_whom(waits_for, cycle, culprit_of_0):
     assert find_cycle(answers(**waits_for)) == cycle
-    assert find_culprit(answers(**waits_for), 0, size=3) == culprit_of_0
+    assert find_culprit(answers(**waits_for), 0, ["n1"] * 3) == culprit_of_0
 
 
 @pytest.mark.parametrize(("still", "culprit"), [(7.0, 2), (0.5, 1)])
 def test_a_rank_that_says_that_it_does_not_move_is_rather_it_than_silent_ones(still, culprit):
     heard = answers(r0=[1, 2, 3]) | answers(still, r2=[])
-    assert find_culprit(heard, 0, size=4) == culprit
+    assert find_culprit(heard, 0, ["n1"] * 4) == culprit
+
+
+@pytest.mark.parametrize(
+    ("hosts", "culprit"),
+    [(["n1", "n1", "n2", "n2"], 2), (["n1", "n1", "n1", "n2"], 3), (["n1"] * 4, None)],
+)
+def test_a_host_that_is_cut_off_is_it_where_nobody_knows_whom_the_others_wait_for(hosts, culprit):
+    assert find_culprit(answers(r0=[], r1=[]), 0, hosts) == culprit
 
 
 def test_a_report_has_a_line_for_every_rank():

@@ -101,6 +101,16 @@ def test_long_messages_are_split(open_transport, limit):
     deliver(transport, [numbers((16, 64), np.float32)], *RESHARDINGS["rows to columns"])
 
 
+@pytest.mark.parametrize("limit", [4, 100, 2**31 - 1])
+def test_objects_of_all_ranks(limit):
+    group = MpiGroup(_mpi.communicator(), stall_timeout=30, message_limit=limit)
+    everyone = [{"rank": rank, "text": "x" * 97 * rank} for rank in range(group.size)]
+    mine, last = everyone[group.rank], group.size - 1
+    assert group.allgather(mine, "test") == everyone
+    assert group.gather(mine, "test", last) == (everyone if group.rank == last else None)
+    assert group.broadcast(mine, "test", last) == everyone[last]
+
+
 @several_ranks
 def test_a_message_that_never_comes_is_named(open_transport, group):
     transport = open_transport(stall_timeout=0.2)

@@ -34,24 +34,44 @@ def test_it_sees_the_end_soon():
 
 
 class Deserted:
-    """A communicator whose other ranks never come."""
+    """A communicator whose other ranks never come, or leave after the meeting."""
 
     rank, size = 1, 3
 
+    def __init__(self, *, do_meet):
+        self.is_done = do_meet
+
     def Iallgather(self, mine, everyone):
+        everyone[:] = bytes(mine) * self.size
         return self
 
     def Test(self):
-        return False
+        return self.is_done
+
+    def _leave(self, *_):
+        self.is_done = False
+        return self
+
+    Iallgatherv = Igatherv = Ibcast = _leave
 
 
-def test_a_barrier_that_nobody_comes_to():
-    group = MpiGroup(Deserted(), stall_timeout=0.01)
-    expected = r"Rank 1 waited 0.01 s for ranks 0, 2 to reach.*MULTIMESH_STALL_TIMEOUT"
-    for call in (
-        lambda: group.barrier("test"),
-        lambda: group.allgather(0, "test"),
-        lambda: group.broadcast(0, "test"),
-    ):
-        with pytest.raises(StallError, match=expected):
-            call()
+CALLS = {
+    "allgather": lambda group: group.allgather(0, "test"),
+    "gather": lambda group: group.gather(0, "test"),
+    "broadcast": lambda group: group.broadcast(0, "test", root=1),
+}
+NOBODY = r"Rank 1 waited 0.01 s for ranks 0, 2 to reach.*: test.*MULTIMESH_STALL_TIMEOUT"
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), lambda group: group.barrier("test")])
+def test_a_collective_that_nobody_comes_to(call):
+    group = MpiGroup(Deserted(do_meet=False), stall_timeout=0.01)
+    with pytest.raises(StallError, match=NOBODY):
+        call(group)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_collective_that_others_leave_in_the_middle(call):
+    group = MpiGroup(Deserted(do_meet=True), stall_timeout=0.01)
+    with pytest.raises(StallError, match=NOBODY):
+        call(group)
