@@ -82,9 +82,11 @@ def test_a_cut_cable_ends_the_job(hosts, tmp_path):
     command = mmrun(
         hosts, "--stall-timeout", STALL_TIMEOUT, sys.executable, PROGRAM, "four", 0, ROWS, WIDTH
     )
+    # What is left of it there keeps no other job from starting.
+    environ = environment(TESTS_JOB=tag, PRTE_MCA_prte_remote_tmpdir_base=str(tmp_path))
     output = tmp_path / "output"
     with output.open("w") as file:
-        job = subprocess.Popen(command, env=environment(TESTS_JOB=tag), stdout=file, stderr=file)
+        job = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
     try:
         wait_until(lambda: "the first step is done" in output.read_text(), output)
         with hosts.cut_off(host_lab.HOSTS[1]):

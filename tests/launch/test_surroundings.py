@@ -1,13 +1,16 @@
 """mmrun where something that is usually there is not, or is already something else."""
 
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.jobs import REPOSITORY, clean_environment
 
 MMRUN = [sys.executable, str(REPOSITORY / "scripts" / "mmrun")]
+PID_MAX = int(Path("/proc/sys/kernel/pid_max").read_text())
 READ = """
     import os, sys
     print(os.environ["OMPI_COMM_WORLD_RANK"], sys.argv[1:], repr(sys.stdin.read()))
@@ -63,6 +66,17 @@ def test_a_home_that_is_not_set_and_a_long_temporary_folder(tmp_path, write, var
         os.mkdir(environ["TMPDIR"])
     ended = run(tmp_path, write, environ, stdin=subprocess.DEVNULL)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_files_of_jobs_that_were_killed(tmp_path, write):
+    environ = clean_environment() | {"TMPDIR": str(tmp_path)}
+    stale = [tmp_path / f"ompi.{(os.getpid() + offset) % PID_MAX}" for offset in range(1, 2000)]
+    for folder in stale:
+        folder.mkdir()
+        (folder / f"pmix.{socket.gethostname()}.tool").touch()
+    ended = run(tmp_path, write, environ, stdin=subprocess.DEVNULL)
+    assert ended.returncode == 0, ended.stderr
+    assert not list(tmp_path.glob("mmrun-*"))
 
 
 def test_a_disk_that_is_full(tmp_path, write):

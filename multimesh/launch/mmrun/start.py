@@ -6,6 +6,7 @@ import tempfile
 
 from multimesh.config import read_config
 from multimesh.launch import wire
+from multimesh.launch.mmrun.backends import openmpi
 from multimesh.launch.mmrun.choice import Launch
 from multimesh.launch.mmrun.console import Console
 from multimesh.launch.mmrun.hosts import addresses_for
@@ -32,7 +33,9 @@ def start(options: Options, launch: Launch) -> int:
     environ = dict(launch.environ)
     with (
         contextlib.closing(Console.from_options(options, launch.ranks)) as console,
-        tempfile.TemporaryDirectory(prefix="mmrun-", dir=_socket_folder()) as folder,
+        tempfile.TemporaryDirectory(
+            prefix="mmrun-", dir=_socket_folder(), ignore_cleanup_errors=True
+        ) as folder,
     ):
         addresses = addresses_for(launch.hosts)
         endpoint = (
@@ -43,7 +46,8 @@ def start(options: Options, launch: Launch) -> int:
         console.say(f"mmrun: {launch.reason}")
         stall_timeout = read_config(environ).stall_timeout
         job = Job(launch.ranks, console, endpoint, grace=options.grace, stall_timeout=stall_timeout)
-        return job.run(launch.command, environ | console.rank_environment(environ))
+        environ |= console.rank_environment(environ) | openmpi.session_folder(environ, folder)
+        return job.run(launch.command, environ)
 
 
 def _socket_folder() -> str | None:

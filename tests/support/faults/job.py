@@ -66,7 +66,7 @@ def run_cell(cell: Cell) -> Ended:
             process = subprocess.Popen(
                 _command(cell, struck),
                 cwd=folder,
-                env=_environment(cell, tag),
+                env=_environment(cell, tag, folder),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -99,7 +99,7 @@ def _command(cell, struck):
     return command(cell.launcher, cell.place.ranks, [str(PROGRAM), *words])
 
 
-def _environment(cell, tag):
+def _environment(cell, tag, folder):
     settings = {
         _TAG: tag,
         "MULTIMESH_STALL_TIMEOUT": str(stall_timeout(cell)),
@@ -113,6 +113,9 @@ def _environment(cell, tag):
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PMIX_MCA_psec": "native",
     }
+    if not cell.launcher.is_mmrun:
+        # What a killed mpirun leaves behind keeps a later one with its process id from starting.
+        settings["PRTE_MCA_prte_local_tmpdir_base"] = folder
     return clean_environment() | COMPILE_QUICKLY | settings
 
 

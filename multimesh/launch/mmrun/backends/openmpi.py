@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from multimesh.launch import wire
 from multimesh.launch.mmrun.hosts import Host
 
-__all__ = ["command", "environment"]
+__all__ = ["command", "environment", "session_folder"]
 
 # Variables that describe the host or session they were set on, and would be wrong on another.
 _HOST_VARIABLES = re.compile(
@@ -71,6 +71,24 @@ def environment(environ: Mapping[str, str], *, has_fabric: bool = False) -> dict
         # Looking for one takes a second of every start.
         defaults["OMPI_MCA_btl"] = "^ofi"
     return defaults | dict(environ)
+
+
+def session_folder(environ: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Where mpiexec keeps its files on this host while a job runs.
+
+    By default that is a folder with the number of its process. If one of that number was killed
+    before, its files are still there, and Open MPI 5 does not start ("The PMIx server's listener
+    thread failed to start").
+
+    Args:
+      environ: The environment of the job; what the user has set there stays.
+      folder: A folder of this job alone.
+
+    Returns:
+      What to add to the environment of mpiexec.
+    """
+    is_set = any(re.fullmatch(r"PRTE_MCA_prte_(local_)?tmpdir_base", name) for name in environ)
+    return {} if is_set else {"PRTE_MCA_prte_local_tmpdir_base": folder}
 
 
 def _is_forwarded(name):
