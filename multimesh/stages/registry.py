@@ -180,7 +180,7 @@ class Registry:
         return None
 
     def _resolve(self, entry: Entry, name: str, backprop: bool) -> Label:
-        task = entry.task
+        task: Any = entry.task
         if entry.callback is not None:
             result = entry.callback(name, backprop)
             try:
@@ -190,11 +190,6 @@ class Registry:
                     f"The callback of the pattern {entry.pattern!r} must return a Task, or device "
                     f"positions. Got {result!r} for name={name!r}, backprop={backprop}: {exc}"
                 ) from exc
-        if not isinstance(task, Task):
-            raise RegistryError(
-                f"The callback of the pattern {entry.pattern!r} must return a Task, or device "
-                f"positions. Got {task!r} for name={name!r}, backprop={backprop}."
-            )
         return Label(task.name or name, task)
 
     def describe(self) -> tuple[str, ...]:

@@ -101,18 +101,20 @@ class Form:
     device_axes: tuple[AxisName, ...] | None = None
     logical_axes: tuple[tuple[AxisName, DeviceAxes], ...] | None = None
 
-    def task(self, result: Any) -> Any:
-        """Makes a task of the devices that a callback returned; None and a Task stay as they are.
+    def task(self, result: Any) -> Task:
+        """Makes a task of the devices that a callback returned; a Task stays as it is.
 
         Raises:
           RegistryError: It returned something else.
         """
+        if result is None:
+            raise RegistryError("It returned nothing.")
         if isinstance(result, Task) and self != Form():
             raise RegistryError(
                 "A callback that returns a Task has said everything: leave out name=, mesh=, "
                 "dims=, device_axes= and logical_axes=, or return device positions."
             )
-        if isinstance(result, Task) or result is None:
+        if isinstance(result, Task):
             return result
         devices, color = _split_color(result)
         meshes = task_meshes(self.shape, devices, None, self.device_axes)
