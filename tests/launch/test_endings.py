@@ -48,6 +48,24 @@ def test_an_error_code_does_not_wait_for_a_thread_that_is_left(mpirun, write):
     assert mpirun(2, script).code == 3
 
 
+def test_an_abort_is_not_taken_for_the_end_of_the_others(mmrun, write):
+    script = write(
+        """
+        import os, time
+        import multimesh
+        multimesh.init(cpus=2)
+        import jax
+        if jax.process_index() == 1:
+            os.abort()
+        time.sleep(80)
+        """
+    )
+    ended = mmrun(2, script)
+    assert ended.code == 134
+    expected = r"mmrun: rank 1 on \S+ was killed by SIGABRT: exit code 134"
+    assert re.fullmatch(expected, ended.stderr.splitlines()[-1])
+
+
 def test_the_start_has_a_limit_without_mmrun(mpirun, write):
     script = write(
         """

@@ -25,8 +25,9 @@ class Running:
     """A job that a test sends signals to, once every rank has written its process id."""
 
     def __init__(self, folder, command, ranks=2, stdin=subprocess.DEVNULL):
+        # Under nohup the tests ignore SIGHUP, and mmrun would stay with that.
         self.process = subprocess.Popen(
-            [str(word) for word in command],
+            ["env", "--default-signal=HUP", *map(str, command)],
             cwd=folder,
             env=clean_environment(),
             stdin=stdin,

@@ -218,8 +218,9 @@ class Job:
             rank = self._ranks.get(connection)
             if rank is not None:
                 self._verdict.lose(rank)
-                if self._verdict.request and not self._verdict.failure:
-                    # Its supervisor's end would make mpiexec end the others, which have time.
+                if not self._verdict.failure:
+                    # Its supervisor's end would make mpiexec end the others, which have time: to
+                    # end as they were asked to, or to be the reason for this one's end.
                     self._held.append(connection.dup())
             self._close(connection)
             return False
