@@ -60,9 +60,7 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None
       `multiprocessing`: it inherits the rank's environment, but is no rank.
     """
     environ = os.environ if environ is None else environ
-    # Only looked up: a process that has not imported it is nobody's worker.
-    multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+    if _is_worker():
         return None
     for name, rank, *rest in _LAUNCHERS:
         # A batch script and an interactive shell have SLURM_PROCID=0 too, but srun started neither.
@@ -75,6 +73,17 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None
                 local_rank, local_size = _place_in_step(environ)
             return Launcher(name, int(environ[rank]), size, local_rank, local_size)
     return None
+
+
+def _is_worker() -> bool:
+    """Whether Python's `multiprocessing` has started this process."""
+    # Only looked up: a process that has not imported it is nobody's worker.
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is None:
+        return False
+    # While a worker imports the script, it does not know its parent yet.
+    starts = (word.startswith("from multiprocessing.") for word in sys.orig_argv)
+    return multiprocessing.parent_process() is not None or any(starts)
 
 
 def _place_in_step(environ):

@@ -200,24 +200,26 @@ def test_init_after_jax_has_started(python):
     assert "StartupError: multimesh.init was called after JAX had started" in ended.stderr
 
 
-def test_a_worker_of_a_rank_is_no_rank(mmrun, write):
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("launcher", ["mmrun", "mpirun"])
+def test_a_worker_of_a_rank_is_no_rank(request, write, launcher, method):
     """A data loader's worker runs the script's `init` again, with the rank's environment."""
     script = write(
-        """
+        f"""
         import multiprocessing
+        import jax, multimesh
         from multimesh.launch import require_init
-        from multimesh.launch.environment import detect_launcher
-        def work():
+        multimesh.init(cpus=2)
+        def work(number):
             require_init()
-            print("worker", detect_launcher())
+            return number, jax.process_count(), jax.device_count()
         if __name__ == "__main__":
-            worker = multiprocessing.get_context("spawn").Process(target=work)
-            worker.start()
-            worker.join()
+            with multiprocessing.get_context("{method}").Pool(2) as pool:
+                print(pool.map(work, [3, 4]))
         """
     )
-    ended = mmrun(2, script)
-    assert ended.lines == {"[0] worker None", "[1] worker None"}, ended.stderr
+    ended = request.getfixturevalue(launcher)(2, script)
+    assert ended.stdout.count("[(3, 1, 2), (4, 1, 2)]") == 2, ended.stderr
 
 
 @pytest.mark.parametrize("launcher", ["mmrun", "mpirun"])

@@ -50,6 +50,7 @@ def start(options: Options, launch: Launch) -> int:
         return job.run(launch.command, environ)
 
 
-def _socket_folder() -> str | None:
-    """Where the socket goes: a path of more than 107 bytes cannot be one. None: the default."""
-    return None if len(os.fsencode(tempfile.gettempdir())) < 80 else "/tmp"
+def _socket_folder() -> str:
+    """Where the socket goes: a path of more than 107 bytes cannot be one."""
+    folder = os.path.abspath(tempfile.gettempdir())  # TMPDIR may be a relative path
+    return folder if len(os.fsencode(folder)) < 80 else "/tmp"
