@@ -5,9 +5,12 @@ all ranks take part. They first compare what each was asked for, so that a mista
 error on all of them and leaves none waiting.
 """
 
+import contextlib
 import faulthandler
 import logging
-from collections.abc import Iterable
+import signal
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -66,6 +69,27 @@ def _tell(notices: Iterable[str], debug: bool):
         jax.config.update("jax_traceback_filtering", "off")
 
 
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Within this context, SIGINT ends the process: C code that waits hears no KeyboardInterrupt.
+
+    With one rank gone, the others would wait in there until they are killed.
+    """
+    python = signal.default_int_handler
+    is_ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is python
+    )
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, python)
+
+
+@_ended_by_interrupts()
 def join_ranks(request: Request, launcher: Launcher):
     """Starts JAX on every rank, and joins them."""
     config = read_config()

@@ -150,6 +150,25 @@ def test_an_interrupt_reaches_every_rank_and_leaves_it_time(start):
     ]
 
 
+def test_an_interrupt_ends_a_rank_that_waits_inside_mpi_for_another(start):
+    job = start(
+        """
+        import multimesh
+        if rank == 0:
+            time.sleep(2)
+        ready()
+        if rank == 1:
+            multimesh.init(cpus=2)
+        time.sleep(60)
+        """
+    )
+    began = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130
+    assert time.monotonic() - began < 10
+    assert job.errors[-1] == "mmrun: interrupted by SIGINT; all ranks ended in time"
+
+
 def test_a_second_interrupt_kills(start):
     job = start(IGNORE)
     for _ in range(2):
