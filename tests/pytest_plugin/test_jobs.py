@@ -41,6 +41,11 @@ OUTCOMES = """
         assert comm.rank == 0
 
     @two_ranks
+    @pytest.mark.xfail(strict=True)
+    def test_sure_to_fail_on_one():
+        assert comm.rank == 0
+
+    @two_ranks
     @pytest.mark.skip(reason="not today")
     def test_skipped():
         pass
@@ -70,7 +75,7 @@ OUTCOMES = """
 def test_every_outcome(write, run_pytest):
     write(OUTCOMES)
     ended = run_pytest("-rfs", "--durations=3", "-vv", "--durations-min=0")
-    assert ended.counts == {"passed": 6, "failed": 2, "skipped": 1, "xfailed": 2, "error": 1}
+    assert ended.counts == {"passed": 6, "failed": 2, "skipped": 1, "xfailed": 3, "error": 1}
     assert ended.code == pytest.ExitCode.TESTS_FAILED
 
     one = ended.failure("test_fails_on_one")
