@@ -61,8 +61,14 @@ def may_be_late(answered: Collection[int], hosts: Sequence[str]) -> bool:
       answered: The ranks that answered.
       hosts: The host of each rank.
     """
-    silent = [host for rank, host in enumerate(hosts) if rank not in answered]
-    return len(silent) > 1 and any(hosts[rank] in silent for rank in answered)
+    silent = len(hosts) - len(answered)
+    return silent > 1 and silent > len(_cut_off(answered, hosts))
+
+
+def _cut_off(answered: Collection[int], hosts: Sequence[str]) -> list[int]:
+    """The ranks of hosts of which no rank has answered."""
+    heard = {hosts[rank] for rank in answered}
+    return [rank for rank, host in enumerate(hosts) if host not in heard]
 
 
 def find_cycle(answers: Answers) -> list[int]:
@@ -95,8 +101,7 @@ def find_culprit(answers: Answers, rank: int, hosts: Sequence[str]) -> int | Non
     path = _follow(answers, rank)
     if len(path) > 1:
         return path[-1] if path[-1] not in path[:-1] else None
-    heard = {hosts[each] for each in answers}
-    return next((each for each in silent if hosts[each] not in heard), None)
+    return next(iter(_cut_off(answers, hosts)), None)
 
 
 def _follow(answers: Answers, rank: int) -> list[int]:
